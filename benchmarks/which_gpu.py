@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.compose import compose
-from finetune.config.config_files import list_model_families
+from finetune.config.listing import list_model_families
 from finetune.config.schema import Config
 from finetune.diagnose.plan_devices import GIB, read_device
 from finetune.diagnose.planner import make_plan

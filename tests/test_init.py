@@ -11,8 +11,9 @@ import pytest
 
 from finetune.config import load_config
 from finetune.config.compose import compose
-from finetune.config.config_files import list_configs, resolve_shipped
+from finetune.config.config_files import resolve_shipped
 from finetune.config.keys import fields
+from finetune.config.listing import list_configs
 from finetune.config.schema import Config
 from finetune.training.setup import check_config
 from tests.in_process import run_finetune

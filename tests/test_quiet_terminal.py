@@ -216,7 +216,7 @@ def test_warnings_of_python_and_of_libraries_are_short_here_and_whole_in_the_log
         logging.getLogger("transformers").warning("attention falls back")
         stop_logging_to(log)
 
-    monkeypatch.setattr("finetune.config.config_files.list_model_families", lambda: warn(None) or {})
+    monkeypatch.setattr("finetune.config.listing.list_model_families", lambda: warn(None) or {})
     before = logging.getLogger("transformers").handlers
     done = run_on_terminal(80, "config", "list")
     logging.getLogger("transformers").handlers = before

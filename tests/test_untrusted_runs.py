@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from finetune import load_config
-from finetune.config.compose import config_from_dict, load_run_config
+from finetune.config.compose import config_from_dict
 from finetune.config.keys import code_keys, fields
+from finetune.config.run_config import load_run_config
 from finetune.data import rendering
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError

@@ -154,7 +154,7 @@ def _refuse_processes(event: str, args: tuple[Any, ...]) -> None:
         str(word).endswith("guardian/__main__.py") for word in args[1] or ()
     ):  # of reward functions: a tenth of a second
         return
-    if "finetune.data.rendering" in (args[1] or ()):  # one for all tests, and so many tests render a chat template
+    if "finetune.data.rendering_process" in (args[1] or ()):  # one for all tests; many render chat templates
         return
     program = Path(os.fsdecode(args[0] or args[1][0])).name
     if _PROGRAMS.fullmatch(program):

@@ -130,7 +130,7 @@ def diff(
 
 def _differing_tokens(runs: Sequence[RecordedRun]) -> str:
     """Describe the tokens from which the first row differs; nothing if the rows cannot be rendered again."""
-    from finetune.config.compose import load_run_config
+    from finetune.config.run_config import load_run_config
     from finetune.replay.causes import first_differing_row, load_rows
 
     rows = []

@@ -133,8 +133,8 @@ _MEANT = {
 
 def _complete_argument(incomplete: str) -> list[str]:
     """Complete an argument in a shell: run files, choices of a group, keys."""
-    from finetune.config.config_files import list_configs
     from finetune.config.keys import fields
+    from finetune.config.listing import list_configs
 
     shipped = list_configs()
     runs_by_name = [name for name, _ in shipped.pop("run")]

@@ -37,7 +37,7 @@ def config_schema() -> None:
 
 def config_list(as_json: JsonOption = False) -> None:
     """List the shipped configs and those in ./configs by group, and the models by family."""
-    from finetune.config.config_files import list_configs, list_model_families
+    from finetune.config.listing import list_configs, list_model_families
 
     if as_json:
         print_json({group: dict(entries) for group, entries in list_configs().items()}, indent=None)

@@ -72,8 +72,8 @@ def evaluate(
     Raises:
         FinetuneError: see its subclasses in `finetune.errors`.
     """
-    from finetune.config.compose import overrides_of
     from finetune.config.own_functions import resolve_functions
+    from finetune.config.python_values import overrides_of
     from finetune.inference.answers import METRICS
     from finetune.inference.finished_run import find_run
     from finetune.inference.suites import read_suites

@@ -110,7 +110,7 @@ def merge(
     Raises:
         FinetuneError: see its subclasses in `finetune.errors`.
     """
-    from finetune.config.compose import overrides_of
+    from finetune.config.python_values import overrides_of
 
     folder = find_run_folder(Path(run))
     options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system}

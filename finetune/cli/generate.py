@@ -94,7 +94,7 @@ def generate(
     Raises:
         FinetuneError: see its subclasses in `finetune.errors`.
     """
-    from finetune.config.compose import overrides_of
+    from finetune.config.python_values import overrides_of
     from finetune.inference.finished_run import find_run
     from finetune.inference.generator import AnswerSettings
     from finetune.inference.prompts import read_json_lines, user_prompt

@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 
 from finetune.config.compose import DEFAULT_TASK, compose
-from finetune.config.config_files import list_configs, shipped_folder
-from finetune.config.keys import did_you_mean, did_you_mean_key, expected, fields, values
+from finetune.config.config_files import shipped_folder
+from finetune.config.key_advice import did_you_mean, did_you_mean_key, expected
+from finetune.config.keys import fields, values
+from finetune.config.listing import list_configs
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.render import inline_yaml
 from finetune.config.schema import ALIASES

@@ -19,19 +19,9 @@ import typer
 from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides, run_and_overrides
 from finetune.config.compose import DEFAULT_TASK, compose
-from finetune.config.config_files import (
-    GROUPS,
-    MADE_FOR,
-    files_in,
-    is_address,
-    is_list_or_glob,
-    is_path,
-    list_configs,
-    list_model_families,
-    other_models,
-    resolve_shipped,
-)
+from finetune.config.config_files import GROUPS, files_in, is_address, is_list_or_glob, is_path, resolve_shipped
 from finetune.config.keys import code_keys, fields, section_class, values
+from finetune.config.listing import MADE_FOR, list_configs, list_model_families, other_models
 from finetune.config.render import SCHEMA_FILE, SCHEMA_LINE, TRAIN_WITH, inline_yaml, schema_text
 from finetune.config.schema import AUTO_VALIDATION, Config, name_files
 from finetune.config.yaml_reader import COMMAND_LINE

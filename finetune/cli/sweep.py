@@ -176,7 +176,7 @@ def has_validation(section: DataSection) -> bool:
         ConfigError, DataError: see `load_examples`.
     """
     from finetune.data.examples import holds_out_by_default, load_examples
-    from finetune.data.splits import AUTO_NEEDS_ROWS
+    from finetune.data.held_out import AUTO_NEEDS_ROWS
 
     splits = load_examples(section)
     if splits.validation is None or not holds_out_by_default(section):

@@ -1,4 +1,4 @@
-"""Combine settings, check them against the schema, and describe every problem.
+"""Combine settings, and check them against the schema. `problems.py` describes what is wrong.
 
 `refuse_code_of_files` refuses what a configuration that others may have written asks for.
 """
@@ -10,33 +10,17 @@ import logging
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.config_files import GROUPS, MADE_FOR, is_address, list_model_families, other_models, path_exists
-from finetune.config.keys import code_keys, did_you_mean_key, expected, fields, section_class, takes, takes_text, values
-from finetune.config.run_paths import named_paths
-from finetune.config.schema import AUTO_VALIDATION, Config, DataSection, RunsCode, is_allowed_object, refused_object
-from finetune.config.yaml_reader import COMMAND_LINE, OVERRIDES, DottedName, Setting
+from finetune.config.keys import code_keys, fields, section_class, takes_text, values
+from finetune.config.schema import AUTO_VALIDATION, Config, RunsCode, is_allowed_object, refused_object
+from finetune.config.yaml_reader import OVERRIDES, DottedName, Setting, Settings, find_setting
 from finetune.errors import ConfigError
 from finetune.logs import warn_once
 from finetune.terminal import without_passwords
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-
-Settings = dict[tuple[str, ...], Setting]
-"""The setting that counts for each key. No key is above another one."""
-
-
-_THERE = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
-"""The end of a message about a key that resembles none. Only the first such message of several has it."""
-_TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
-"""The packages of a tracker whose name is not enough: with constraints.txt, the full mlflow installs as 1.x only."""
 _TEXTS_WITH_ADDRESSES = ("model.chat_template", "reward.pattern", "rollout.tool_schemas")
 """Keys that take a text in which an address is not used to log in anywhere."""
 _log = logging.getLogger(__name__)
@@ -60,12 +44,9 @@ def build_config(
         problems += _missing(chosen, typed, needs_data=needs_data) + _contradicting(chosen)
     config = _validated(chosen, problems)
     if config is None or problems:
-        unique = list(dict.fromkeys(map(without_passwords, problems)))
-        first, there, others = "\n".join(unique).replace("\n", "\n  ").partition(_THERE)
-        lines = first + there + others.replace(f" {_THERE}", "")
-        raise ConfigError(
-            unique[0] if len(unique) == 1 else f"the configuration has {len(unique)} problems:\n  {lines}"
-        )
+        from finetune.config.problems import joined_problems
+
+        raise ConfigError(joined_problems(problems))
     is_default = config.data.validation == AUTO_VALIDATION and config.origin("data.validation") == "default"
     if is_default and config.objective.generates_answers:  # each validation generates answers
         config = config.with_values({"data.validation": (None, "default")})
@@ -76,7 +57,9 @@ def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
     """Set one key in place of those above and below it, or append to ``problems`` why it cannot be set."""
     of_address = password_problem(setting.value) if setting.dotted not in _TEXTS_WITH_ADDRESSES else ""
     if problem := _key_problem(setting) or _name_problem(setting.value) or of_address:
-        problems.append(_line(setting, problem))
+        from finetune.config.problems import problem_line
+
+        problems.append(problem_line(setting, problem))
         return
     if setting.dotted not in fields() and section_class(setting.dotted):
         return  # a section with nothing beneath it
@@ -100,46 +83,35 @@ def _validated(chosen: Settings, problems: list[str]) -> Config | None:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        wrong: dict[str, str] = {}  # one line per key, though pydantic reports each member of a union
-        for detail in error.errors(include_url=False):
-            parts = [str(part) for part in detail["loc"]]
-            dotted = ".".join(parts[:2] if section_class(parts[0]) else parts[:1])
-            wrong.setdefault(dotted, _value_problem(dotted, detail, chosen))
-        problems += wrong.values()
+        from finetune.config.problems import value_problems
+
+        problems += value_problems(error, chosen)
         return None
     config._origins.update({setting.dotted: setting.origin for setting in chosen.values()})
-    problems += [
-        _line(chosen["resume_allow",], f"there is no key or section {name}. {did_you_mean_key(name)}".rstrip())
-        for name in config.resume_allow
-        if name not in fields() and not section_class(name)
-    ]
+    unknown = [name for name in config.resume_allow if name not in fields() and not section_class(name)]
+    if unknown:
+        from finetune.config.problems import no_such_names
+
+        problems += no_such_names(chosen["resume_allow",], unknown)
     return config
 
 
 def _missing(chosen: Settings, typed: str, *, needs_data: bool) -> list[str]:
-    """Ask for the model and the rows that a run cannot do without, and complete the command that has none."""
+    """Ask for the model and the rows that a run cannot do without."""
     has_model = _value(chosen, "model.path") or _value(chosen, "model.config")
     has_rows = not needs_data or any(_value(chosen, f"data.{key}") for key in ("path", "mixture", "train"))
-    rows = "data.path=chats.jsonl" if _find(chosen, "data") else "data=chats.jsonl"  # keep the group that is chosen
-    example = [typed, "" if has_model else "model=phi4_mini", "" if has_rows else rows]
-    how = f"for example: {' '.join(filter(None, example))}"
-    problems = []
-    if not has_model:
-        names = "".join(f"\n  model={name:<15} {meaning}" for name, meaning in list_model_families()[MADE_FOR])
-        names += "".join(f"\n  {line}" for line in other_models())
-        own = "a folder or a hub id, such as model=./my-phi and model=microsoft/phi-4"
-        problems.append(f"model.path: not set. Choose a model, {how}{names}\n  model={'PATH':<15} {own}")
-    if not has_rows:
-        problems.append(
-            f"data.path: not set. Give a file, a folder or a hub id, or data=orders, which is shipped; {how}"
-        )
-    return problems
+    if has_model and has_rows:
+        return []
+    from finetune.config.problems import ask_for_missing
+
+    has_group = find_setting(chosen, "data") is not None
+    return ask_for_missing(typed, has_model=bool(has_model), has_rows=bool(has_rows), has_group=has_group)
 
 
 def _contradicting(chosen: Settings) -> list[str]:
     """Check the keys of model and data that contradict each other."""
     problems = []
-    config, mixture = _find(chosen, "model.config"), _find(chosen, "data.mixture")
+    config, mixture = find_setting(chosen, "model.config"), find_setting(chosen, "data.mixture")
     if config and config.value and _value(chosen, "model.init") != "random":
         problems.append(f"{config.origin}: model.config: has no pretrained weights. Add model.init=random.")
     if config and config.value and not _value(chosen, "model.path") and not _value(chosen, "model.tokenizer"):
@@ -151,21 +123,11 @@ def _contradicting(chosen: Settings) -> list[str]:
 
 def _key_problem(setting: Setting) -> str:
     """Say why this key cannot have a value; empty if it can."""
-    dotted = setting.dotted
-    if dotted in fields():
+    if setting.dotted in fields():
         return ""
-    for depth in range(len(setting.key) - 1, 0, -1):
-        above = ".".join(setting.key[:depth])
-        if above in fields():
-            return "" if takes(above, dict) else f"{above} has no keys of its own: it takes {expected(above)}."
-    if section := section_class(dotted):
-        keys = ", ".join(f"{dotted}.{key}" for key in list(section.model_fields)[:3])
-        is_empty = setting.value in (None, {})
-        return "" if is_empty else f"is a section with keys ({keys}, ...), got {_got(setting)}."
-    group = setting.key[0]
-    if group in GROUPS and not section_class(group):
-        return f"{group} is not a section: the command line or a run file chooses configs/{group}/NAME.yaml with it."
-    return f"there is no such key. {did_you_mean_key(dotted) or _THERE}"
+    from finetune.config.problems import unknown_key_problem
+
+    return unknown_key_problem(setting)
 
 
 def password_problem(value: object) -> str:
@@ -188,61 +150,9 @@ def _name_problem(value: object) -> str:
     return next(filter(None, map(_name_problem, items)), "")
 
 
-def _value_problem(dotted: str, detail: ErrorDetails, chosen: Settings) -> str:
-    setting = _find(chosen, dotted)
-    assert setting is not None, f"a default of the schema is wrong: {detail}"
-    if detail["type"] == "value_error":
-        return _line(setting, str(detail.get("ctx", {})["error"]), dotted)
-    return _line(setting, f"expected {expected(dotted)}, got {_got(setting)}", dotted)
-
-
-def _line(setting: Setting, problem: str, dotted: str = "") -> str:
-    older = f" (written {setting.older_key})" if setting.older_key else ""
-    return f"{setting.origin}: {dotted or setting.dotted}{older}: {problem}"
-
-
-def _got(setting: Setting) -> str:
-    """Show the value as it was written, shortened."""
-    if isinstance(setting.value, str):
-        shown = f"'{setting.value}'"
-    elif setting.text:
-        shown = setting.text
-    else:
-        shown = repr(setting.value)
-    shown = without_passwords(shown)
-    return shown if len(shown) <= 60 else f"{shown[:56]} ..."
-
-
-def _find(chosen: Settings, dotted: str) -> Setting | None:
-    """Return the setting at a key, or the first one below it."""
-    key = tuple(dotted.split("."))
-    return next((setting for other, setting in chosen.items() if other[: len(key)] == key), None)
-
-
 def _value(chosen: Settings, dotted: str) -> object:
-    setting = _find(chosen, dotted)
+    setting = find_setting(chosen, dotted)
     return setting.value if setting else None
-
-
-def refuse_missing_trackers(config: Config) -> None:
-    """Refuse a run whose trackers are not installed, before anything slow begins. Only the main process needs them.
-
-    Raises:
-        ConfigError: names the trackers and the command that installs them.
-    """
-    missing = [name for name in dict.fromkeys(config.training.report_to) if not is_tracker_installed(name)]
-    if missing:
-        packages = " ".join(_TRACKER_PACKAGES.get(name, name) for name in missing)
-        raise ConfigError(
-            f"training.report_to ({config.origin('training.report_to')}) names {', '.join(missing)}, which is not "
-            f"installed. Run pip install {packages}, or drop it; metrics.jsonl has every figure anyway."
-        )
-
-
-def is_tracker_installed(name: str) -> bool:
-    """Return whether a tracker is installed. A plain folder of its name, which wandb creates, does not count."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
 
 
 def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = "") -> Config:
@@ -294,33 +204,3 @@ def _code_in_file(key: str, text: str, origin: str, mark: RunsCode, needed_by: C
         f"{key} is {text} ({origin}): {mark.code} would run here, so only the command line may allow it. If you trust "
         f"it, add {'' if 'training' in needed_by else '--set '}{shlex.quote(f'{key}={text}')} to the command."
     )
-
-
-def bound_to_folder(config: Config, folder: Path) -> Config:
-    """Return the configuration of a run for a command that is given the run's folder, which others may have made.
-
-    The command writes only into the folder and into its own cache. It reads local files that the configuration names,
-    and logs their names. An address in the configuration is refused when the command would read it.
-    """
-    typed = {key for key in values(config) if config.origin(key).startswith(COMMAND_LINE)}
-    local = []
-    for name, path in named_paths(config):
-        key = name.partition("[")[0]
-        if key in typed or key == "output_dir":
-            continue
-        if is_address(path):
-            value = values(config)[key]
-            argument = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-            config.data.mark_untrusted(
-                path,
-                f"{name} is {path} ({config.origin(key)}): an address that only the folder of a run names is not read, "
-                f"because others may have written it. If you trust it, add --set {shlex.quote(argument)} to the "
-                "command.",
-            )
-        elif path_exists(path):
-            local.append(f"{name}={path}")
-    if local:
-        _log.info("files that the configuration in %s names: %s", folder, ", ".join(local))
-    if "data.cache_dir" not in typed:  # it holds compiled kernels, which are code
-        config = config.with_values({"data.cache_dir": (DataSection().cache_dir, "default")})
-    return config.model_copy(update={"output_dir": str(folder)})

@@ -18,19 +18,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
 
-from finetune.config.checks import bound_to_folder, build_config, refuse_code_of_files
+from finetune.config.checks import build_config, refuse_code_of_files
 from finetune.config.config_files import (
     GROUPS,
     RUN_FILES,
     SAVED_CONFIG,
     SHIPPED_PREFIX,
-    absolute,
     files_in,
     find_file,
     is_file_of_rows,
@@ -38,25 +36,13 @@ from finetune.config.config_files import (
     is_run_file,
     shown_path,
 )
-from finetune.config.keys import (
-    did_you_mean,
-    did_you_mean_key,
-    expected,
-    fields,
-    section_class,
-    takes,
-    takes_text,
-    values,
-)
-from finetune.config.run_paths import find_again
-from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
-from finetune.config.yaml_reader import COMMAND_LINE, SCRIPT, DottedName, Setting, read_settings, read_value
+from finetune.config.keys import fields, section_class, takes, takes_text
+from finetune.config.schema import Config, as_list
+from finetune.config.yaml_reader import COMMAND_LINE, SCRIPT, Setting, read_settings, read_value
 from finetune.errors import ConfigError
 
 DEFAULT_TASK = "finetune_lora"
 """The task when a command names neither a task nor a run file. A run file names its own task."""
-_KEPT_ON_RESUME = ("data.split_rule", "data.validation")
-"""Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
 
 _CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
 """Current keys of which some values have an older spelling."""
@@ -136,7 +122,7 @@ def compose(
     if config.origin("output_dir") == "default":
         name = Path(asked.run.name).stem if asked.run else _default_name(config, chosen | asked.groups)
         config = config.model_copy(update={"output_dir": f"runs/{name}"})
-    return _as_recorded(refuse_code_of_files(config, uses) if complete else config)
+    return _with_recorded(refuse_code_of_files(config, uses) if complete else config)
 
 
 def _refuse_file_of_other_tool(name: str, settings: Sequence[Setting]) -> None:
@@ -163,39 +149,6 @@ def _default_name(config: Config, groups: Mapping[str, _Choice]) -> str:
     return "-".join(filter(None, parts)) or "run"
 
 
-def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model: bool = True) -> Config:
-    """Compose the configuration in the folder of a run, which others may have made, for a command on that folder.
-
-    `overrides` change it. If the command does not load the run's model, the keys that let code run are ignored.
-
-    Raises:
-        ConfigError: with every problem found, one per line.
-    """
-    uses = ("model",) if loads_model else ()
-    return bound_to_folder(compose(overrides, run=str(folder / SAVED_CONFIG), uses=uses), folder)
-
-
-def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:
-    """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`. A list of overrides is copied."""
-    if not isinstance(values, Mapping):
-        return [values] if isinstance(values, str) else list(values)
-    overrides = []
-    for key, value in values.items():
-        try:
-            plain = _plain(value)
-            # Without quotes of its own, text would lose white space and quotes at its ends.
-            is_as_read = isinstance(plain, str) and (plain == plain.strip("\"' \t\n") or not takes_text(key))
-            if not is_as_read:
-                text = json.dumps(plain, ensure_ascii=False)
-                plain = text if text.isprintable() else json.dumps(plain)  # YAML refuses some signs that JSON allows
-            overrides.append(f"{key}={plain}")
-        except TypeError:
-            plain_value = " Give value.tolist()." if hasattr(value, "tolist") else ""  # of numpy or torch
-            expected_types = f"expected text, a number, a list or a dict.{plain_value}"
-            raise ConfigError(f"{SCRIPT}: {key}: is {value!r}; {expected_types}") from None
-    return overrides
-
-
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     """Build a configuration from a dict, which may hold all that a run file may: sections, dotted keys and older ones.
 
@@ -204,48 +157,21 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     Raises:
         ConfigError: with every problem found, one per line.
     """
+    from finetune.config.python_values import read_dict
+
     problems: list[str] = []
-    asked = _with_groups(_translate_older(_read_dict(values, origin, problems), problems))
+    asked = _with_groups(_translate_older(read_dict(values, origin, problems), problems))
     config = build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
-    return _as_recorded(refuse_code_of_files(config, ("model", "training"), trusted=origin))
+    return _with_recorded(refuse_code_of_files(config, ("model", "training"), trusted=origin))
 
 
-def config_from_record(values: Mapping[str, object]) -> Config:
-    """Build the configuration that a run recorded in run.json, perhaps with the keys of an earlier version.
-
-    Raises:
-        ConfigError: with every problem found, one per line.
-    """
-    from finetune.config.older_spelling import with_current_keys  # a long table, which a new run does not need
-
-    problems: list[str] = []
-    return build_config(with_current_keys(_read_dict(values, "run.json", problems)), problems, complete=False)
-
-
-def _as_recorded(config: Config) -> Config:
-    """Give a run that may be resumed the values of `_KEPT_ON_RESUME` that it recorded, and the paths that it found."""
+def _with_recorded(config: Config) -> Config:
+    """Give a run that may be resumed what it recorded."""
     if config.resume != "auto":
         return config
-    folder = Path(absolute(config.output_dir))
-    saved = _read_saved(folder / SAVED_CONFIG, [])  # empty if there is no run yet
-    given = values(config)
-    kept = {
-        setting.dotted: (located.value, setting.origin)
-        for setting, located in zip(saved, find_again(saved, folder), strict=True)
-        if (setting.dotted in _KEPT_ON_RESUME and config.origin(setting.dotted) == "default")
-        or (located.value != setting.value == given.get(setting.dotted))
-    }
-    return config.with_values(kept)
+    from finetune.config.saved import as_recorded
 
-
-def _read_saved(path: Path, problems: list[str]) -> list[Setting]:
-    """Read the settings that a run saved, with today's keys."""
-    settings = read_settings(path, shown_path(path), problems)
-    if not settings:  # a new run
-        return []
-    from finetune.config.older_spelling import with_current_keys
-
-    return with_current_keys(settings)
+    return as_recorded(config)
 
 
 def _translate_older(settings: list[Setting], problems: list[str]) -> list[Setting]:
@@ -294,7 +220,7 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
             return [*overrides, argument, *rest]
         if not option.startswith("--"):
             overrides.append(argument)
-        elif dashed in own_options or (not _is_known(key) and did_you_mean(dashed, own_options)):
+        elif dashed in own_options or _resembles(dashed, key, own_options):
             overrides.append(f"{dashed}{equals}{value}")
         elif equals:
             overrides.append(f"{key}={value}")
@@ -306,6 +232,15 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
             has_value = bool(rest) and not rest[0].startswith("--") and rest[0] not in own_options
             overrides.append(f"{key}={rest.pop(0) if has_value else _WITHOUT_VALUE.get(key, '')}")
     return overrides
+
+
+def _resembles(option: str, key: str, own_options: Collection[str]) -> bool:
+    """Return whether an option that sets no key may be a misspelt option of a command."""
+    if _is_known(key):
+        return False
+    from finetune.config.key_advice import did_you_mean
+
+    return bool(did_you_mean(option, own_options))
 
 
 _WITHOUT_VALUE = {"resume": "auto"}
@@ -332,8 +267,12 @@ def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[st
         key, equals, value = override.partition("=") if not is_run_file(override) else (RUN_FILES, "=", override)
         key = key.strip()
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{origin}: {override}: {_how_to_write(override, before)}")
+            from finetune.config.key_advice import how_to_write
+
+            problems.append(f"{origin}: {override}: {how_to_write(override, before)}")
         elif not value.strip():
+            from finetune.config.key_advice import did_you_mean_key, expected
+
             hint = f"Write {key}=VALUE.{f' It takes {expected(key)}.' if key in fields() else ''}"
             if not _chooses_or_sets(key):
                 hint = f"There is no such key. {did_you_mean_key(key)}"
@@ -363,18 +302,6 @@ def _with_keys(overrides: Sequence[str], problems: list[str], origin: str) -> li
     return [f"data={data}", *(override for override in overrides if override not in files)]
 
 
-def _how_to_write(override: str, before: str) -> str:
-    """Complete a message about an override without a key. `before` is the override before it."""
-    if override.startswith("-"):
-        name = override.lstrip("-").partition("=")[0]
-        return f"there is no such option. A key is set by {name}=VALUE or --{name} VALUE."
-    key, _, value = before.partition("=")
-    if takes(key, list):
-        items = f"{value},{override}".replace(",,", ",").strip("[],")
-        return f"expected key=value. Write a list in brackets: '{key}=[{items}]'."
-    return "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
-
-
 def _read_groups(choices: Mapping[str, _Choice], problems: list[str]) -> list[list[Setting]]:
     """Read the chosen files in the order of `GROUPS`, then the paths in place of one."""
     in_order = sorted(choices, key=lambda group: (is_path(group, choices[group].name), GROUPS.index(group)))
@@ -392,7 +319,9 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     if path is None:
         return []
     if path.name == SAVED_CONFIG:
-        return _translate_older(find_again(_read_saved(path, problems), path.parent), problems)
+        from finetune.config.saved import find_again, read_saved
+
+        return _translate_older(find_again(read_saved(path, problems), path.parent), problems)
     return _translate_older(read_settings(path, shown_path(path), problems), problems)
 
 
@@ -408,43 +337,3 @@ def _with_groups(settings: list[Setting]) -> _Asked:
         else:
             asked.settings.append(setting)
     return asked
-
-
-def _read_dict(values: Mapping[str, object], origin: str, problems: list[str]) -> list[Setting]:
-    """Return one setting per leaf, as from a file. `origin` names the dict in messages.
-
-    `problems` receives keys that are not text, and keys that are given both in a section and with dots.
-    """
-
-    def unfold(values: Mapping[str, object], above: tuple[str, ...]) -> Iterator[Setting]:
-        for name, value in values.items():
-            if not isinstance(name, str) or not name:
-                problems.append(f"{origin}: {'.'.join((*above, repr(name)))}: a key must be text")
-                continue
-            key = (*above, name) if above else tuple(name.split("."))  # as in a file, dots split only keys at the top
-            if isinstance(value, Mapping) and value:
-                yield from unfold(value, key)
-            else:
-                yield Setting(key=key, value=_plain(value), origin=origin)
-
-    settings = list(unfold(values, ()))
-    counts = Counter(setting.dotted for setting in settings)
-    problems += [f"{origin}: {key}: given twice. Keep one of the two." for key, n in counts.items() if n > 1]
-    return settings
-
-
-def _plain(value: object) -> object:
-    """Convert a value to the types that YAML gives: lists, text, and the dotted name of a class."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, PurePath):
-        return str(value)
-    if not isinstance(value, type):
-        return value
-    kind: type = value
-    for module in ALLOWED_OBJECT_MODULES:  # the one that exports the class: torch.optim.AdamW. Nothing is imported.
-        if getattr(sys.modules.get(module), kind.__name__, None) is kind:
-            return DottedName(f"{module}.{kind.__name__}")
-    return DottedName(f"{kind.__module__}.{kind.__qualname__}")

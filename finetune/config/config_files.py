@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import suppress
 from glob import iglob
 from pathlib import Path
 from typing import Literal
 
-from finetune.config.keys import did_you_mean
 from finetune.errors import ConfigError
 
 SHIPPED_PREFIX = "shipped:"
@@ -22,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1]  # beside which, or in which, the 
 GROUPS = ("model", "data", "task", "parallel")
 """The groups, in the order in which their files are merged: a later one wins over an earlier one."""
 RUN_FILES = "run"
-"""The name in `list_configs` of the files directly in configs/."""
+"""The name of the files directly in configs/, beside those of the groups."""
 PATH_INSTEAD = {
     "model": "For a model of your own write model=./FOLDER, model=ORG/NAME or model.path=HUB_ID.",
     "data": "For rows of your own write data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID.",
@@ -30,14 +28,6 @@ PATH_INSTEAD = {
 """The groups that also take a path or a hub id, which sets the section's `path`, and how to write one."""
 SAVED_CONFIG = "config.yaml"
 """The name of the configuration in the folder of a run."""
-MADE_FOR = "Phi, which finetune is made for"
-_OTHERS = ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma", "OLMo", "Granite")
-_FAMILIES = {
-    "phi": MADE_FOR,
-    **{name.lower(): f"{name}, which it trains too" for name in _OTHERS},
-    "": "others in ./configs",
-}
-"""The families of models, by how the names in configs/model/ begin."""
 _TASKS_ELSEWHERE = {"sft": "finetune_lora", "dpo": "finetune_preferences", "pt": "continue_pretraining"}
 """What other tools call a task, and its file in configs/task/."""
 LOCAL = "file://"
@@ -79,7 +69,7 @@ def is_path(group: str, name: str) -> bool:
 
     A name in configs/<group>/ wins over a file or folder of the same name; ``./NAME`` is always a path.
     """
-    if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in _named_files(group):
+    if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in named_files(group):
         return False
     is_several = group == "data" and is_list_or_glob(files_in(name))
     return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or path_exists(name)
@@ -106,7 +96,7 @@ def is_run_file(argument: str) -> bool:
     """Return whether an argument without a key names a run file, or the folder of a run."""
     if "=" in argument or argument.startswith("-"):
         return False
-    is_named = argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES)
+    is_named = argument.endswith(_SUFFIXES) or argument in named_files(RUN_FILES)
     return is_named or path_exists(f"{argument}/{SAVED_CONFIG}", is_file=True)
 
 
@@ -130,7 +120,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         problem = "is not a file" if path.exists() else "does not exist"
         problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
         return None
-    files = _named_files(group)
+    files = named_files(group)
     # Names that people know are read as ours: task=lora is task=finetune_lora, and qwen2.5-7b is qwen2_5_7b.
     spelled = re.sub("[-.]", "_", name.lower())
     names = (name, spelled, f"finetune_{spelled}", _TASKS_ELSEWHERE.get(name))
@@ -139,6 +129,8 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         return files[ours]
     if group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file():
         return saved
+    from finetune.config.key_advice import did_you_mean
+
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
     hint = PATH_INSTEAD.get(group, "")
@@ -150,29 +142,6 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
     problems.append(" ".join(filter(None, (f"{message}.", there, did_you_mean(name, [*files, *here]), hint))))
     return None
-
-
-def list_configs() -> dict[str, list[tuple[str, str]]]:
-    """List the names of `run` and of every group, each with the description in the file's first line."""
-    return {
-        group: [(name, _description(path)) for name, path in sorted(_named_files(group).items())]
-        for group in (RUN_FILES, *GROUPS)
-    }
-
-
-def list_model_families() -> dict[str, list[tuple[str, str]]]:
-    """List the models of `list_configs` by family, `MADE_FOR` first."""
-    families: dict[str, list[tuple[str, str]]] = {family: [] for family in _FAMILIES.values()}
-    for name, description in list_configs()["model"]:
-        family = next(family for start, family in _FAMILIES.items() if name.startswith(start))
-        families[family].append((name, description))
-    return {family: models for family, models in families.items() if models}
-
-
-def other_models() -> list[str]:
-    """Return a line for each family but `MADE_FOR`, with the names of its models."""
-    others = {family: dict(models) for family, models in list_model_families().items() if family != MADE_FOR}
-    return [f"{family.partition(',')[0]}: {', '.join(names)}" for family, names in others.items()]
 
 
 def shown_path(path: Path) -> str:
@@ -200,18 +169,11 @@ def path_exists(path: str, *, is_file: bool = False) -> bool:
         return False
 
 
-def _named_files(group: str) -> dict[str, Path]:
+def named_files(group: str) -> dict[str, Path]:
     """Map names to files; a file in ./configs wins over a shipped one."""
     below = "" if group == RUN_FILES else group
     folders = (shipped_folder("configs") / below, Path.cwd() / "configs" / below)
     return {path.stem: path for folder in folders for path in folder.glob("*.y*ml") if path.is_file()}
-
-
-def _description(path: Path) -> str:
-    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        line = file.readline(200)
-        return line.lstrip("# ").rstrip() if line.startswith("#") else ""
-    return ""
 
 
 def local_path(path: str) -> Path:

@@ -1,9 +1,7 @@
-"""List the dotted keys of the schema, and describe the values that each takes."""
+"""List the dotted keys of the schema, their values in a configuration, and the types that each takes."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -67,38 +65,6 @@ def takes(dotted: str, kind: type) -> bool:
     return field is not None and any(kind in (each, get_origin(each)) for each in alternatives or (field.annotation,))
 
 
-def expected(dotted: str) -> str:
-    """Describe the values that a key takes: ``a whole number above 0``."""
-    section, _, key = dotted.rpartition(".")
-    return _describe((section_class(section) or Config).model_json_schema()["properties"][key])
-
-
-def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``Did you mean a?`` with the closest choice, or nothing if none is close. `cutoff`: 1 is equal."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
-    return f"Did you mean {close[0]}?" if close else ""
-
-
-def did_you_mean_key(dotted: str) -> str:
-    """Suggest a key in place of an unknown one, or say what to do instead.
-
-    A renamed key comes first, then a key with the same last part in another section, then the name's meaning in
-    the other tools.
-    """
-    # Long tables that only this message needs.
-    from finetune.config.older_spelling import RENAMED
-    from finetune.config.other_tools import OUR_NAME
-
-    if dotted in RENAMED:
-        return f"Did you mean {RENAMED[dotted]}?"
-    section, _, last = dotted.rpartition(".")
-    same = [key for key in fields() if key.rpartition(".")[2] == last]
-    known = OUR_NAME.get(last) or OUR_NAME.get(f"{section}_{last}")
-    if known and (not same or section == known.partition(".")[0]):
-        return f"Did you mean {known}?" if known in fields() else known
-    return f"Did you mean {' or '.join(same)}?" if same else did_you_mean(dotted, fields())
-
-
 def _is_text(annotation: object) -> bool:
     members = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
     kinds = [kind for kind in members if kind is not NoneType]
@@ -107,32 +73,3 @@ def _is_text(annotation: object) -> bool:
         or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))
         for kind in kinds
     )
-
-
-def _describe(schema: Mapping[str, Any]) -> str:
-    if "anyOf" in schema:
-        kinds = [_describe(kind) for kind in schema["anyOf"]]
-        wider = [kind.replace("a whole number", "a number") for kind in kinds]  # a number above 0 may be a whole one
-        return " or ".join(kind for kind, wide in zip(kinds, wider, strict=True) if kind == wide or wide not in kinds)
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if choices:
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else f"'{choices[0]}'"
-    kind = schema.get("type")
-    if kind in ("integer", "number"):
-        return ("a whole number" if kind == "integer" else "a number") + _limits(schema)
-    if kind == "array":
-        return f"a list ([a, b]), each {_describe(schema['items'])}"
-    words = {"string": "text", "boolean": "true or false", "null": "null", "object": "keys with values ({a: 1})"}
-    return words[str(kind)]
-
-
-def _limits(schema: Mapping[str, Any]) -> str:
-    if "minimum" in schema and "maximum" in schema:
-        return f" from {schema['minimum']} to {schema['maximum']}"
-    words = {
-        "minimum": "of at least",
-        "exclusiveMinimum": "above",
-        "maximum": "of at most",
-        "exclusiveMaximum": "and below",
-    }
-    return "".join(f" {word} {schema[name]}" for name, word in words.items() if name in schema)

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from finetune.config.config_files import absolute
-from finetune.config.keys import did_you_mean
+from finetune.config.key_advice import did_you_mean
 from finetune.errors import ConfigError
 from finetune.signals import Terminated
 

@@ -18,7 +18,8 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.config.config_files import path_exists, shown_path
-from finetune.config.keys import did_you_mean, expected, fields, section_class, takes
+from finetune.config.key_advice import did_you_mean, expected
+from finetune.config.keys import fields, section_class, takes
 from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml

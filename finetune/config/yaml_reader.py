@@ -73,6 +73,16 @@ class Setting:
         return ".".join(self.key)
 
 
+Settings = dict[tuple[str, ...], Setting]
+"""The setting that counts for each key. No key is above another one."""
+
+
+def find_setting(chosen: Settings, dotted: str) -> Setting | None:
+    """Return the setting at a key, or the first one below it."""
+    key = tuple(dotted.split("."))
+    return next((setting for other, setting in chosen.items() if other[: len(key)] == key), None)
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's parser with `PLAIN_VALUES` for unquoted text, and without aliases, which unfold without end."""
 

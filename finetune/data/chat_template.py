@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.config_files import local_path
 from finetune.data.rendering import render_conversations
-from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
+from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
 from finetune.data.values import BadRowError
 from finetune.errors import ConfigError
 from finetune.limits import MOST_BYTES, open_regular
@@ -71,21 +71,6 @@ class ChatTemplate:
     def ignored(self, dialogue: Dialogue) -> set[RowKey]:
         """Return the keys of a conversation that the template does not render."""
         return {key for key in _keys_of(dialogue) if not any(self.renders(name) for name in _names_of(key))}
-
-    def unopened_header(self) -> str:
-        """Return the header of an answer if no generation prompt opens it, so that the model must write it; else ''."""
-        question = (text_turn("user", "probe-1"),)
-        answered = (*question, text_turn("assistant", "probe-2"))
-        prompt, closed, conversation = (
-            self.render([dialogue_of(turns)], with_prompt=with_prompt)[0]
-            for turns, with_prompt in ((question, True), (question, False), (answered, False))
-        )
-        if not (isinstance(prompt, str) and isinstance(closed, str) and isinstance(conversation, str)):
-            return ""
-        if not (closed.startswith(prompt) and conversation.startswith(prompt)):
-            return ""
-        header, separator, _ = conversation.removeprefix(prompt).partition("probe-2")
-        return header.strip() if separator else ""
 
     def has_foreign_header(self, role: str, text: str) -> bool:
         """Whether the template wrote a marker like `<|developer|>` for a role, which is no token of the tokenizer."""

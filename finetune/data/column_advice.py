@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from finetune.config.schema import ROW_COLUMNS
 from finetune.data.columns import (
     MEANINGS,
-    column_overrides,
     find_columns,
     holds_something,
-    leave_out,
     may_be_prompt,
     meaning_of,
     show_names,
 )
-from finetune.data.formats import FORMATS_OF, OF_PROMPT, Reads, detect_format, find_unread, parse_row
+from finetune.data.formats import OF_PROMPT, Reads, detect_format, find_unread, parse_row
+from finetune.data.preference_formats import FORMATS_OF
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.values import BadRowError
 
@@ -112,7 +113,7 @@ def propose_settings(row: RawRow, examples: ReadRows, reads: Reads) -> str:
 def _is_accounted_for(row: RawRow, examples: ReadRows, settings: Mapping[str, str], reads: Reads | None = None) -> bool:
     """Return whether a row can be read with more settings of `data.columns`, and all its columns are accounted for."""
     renamed, reads = {**examples.columns, **settings}, reads or examples.reads
-    known = detect_format(row.value, renamed, reads)
+    known = detect_format(row.value, renamed, FORMATS_OF[reads])
     if known is None or any(name != "none" and column not in known.columns for column, name in settings.items()):
         return False
     try:
@@ -180,3 +181,22 @@ def propose_columns(
         elif column in needs:
             return None
     return settings
+
+
+def leave_out(names: Iterable[str], columns: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return overrides of `data.columns` which say that columns of these names are not meant to be read.
+
+    `columns` has the names of the columns that are read instead.
+    """
+    settings = {}
+    for name in names:
+        part = MEANINGS[meaning_of(name) or name].part
+        alike = [our for our, of in MEANINGS.items() if of.part == part]
+        our = next((our for our in alike if our in columns), alike[0])
+        settings[our] = columns.get(our, "none")
+    return column_overrides(settings)
+
+
+def column_overrides(settings: Mapping[str, str]) -> str:
+    """Write settings of `data.columns` as a command takes them."""
+    return " ".join(shlex.quote(f"data.columns.{column}={name}") for column, name in settings.items())

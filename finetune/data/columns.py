@@ -6,10 +6,8 @@ Sources: the pages on data of TRL, LLaMA-Factory, axolotl, ms-swift, argilla and
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from finetune.config.schema import ROW_COLUMNS
@@ -19,6 +17,8 @@ from finetune.terminal import visible
 
 BAD_LABELS = ("is_bad", "bad", "undesirable", "thumbs_down")
 """Labels that are true for a bad answer."""
+LABEL_WORDS = (("true", "false"), ("good", "bad"), ("thumbs_up", "thumbs_down"))
+"""Pairs of texts that are labels, and never the classes of a classification set."""
 
 
 class Meaning(NamedTuple):
@@ -251,25 +251,6 @@ def _columns_with_meaning(names: Sequence[str], read: Sequence[str], decided: Se
 def may_be_unread(name: str) -> bool:
     """Return whether an unread column of this name is a fallback. Otherwise it is refused."""
     return MEANINGS[meaning_of(name) or "text"].part in _MAY_BE_UNREAD
-
-
-def leave_out(names: Iterable[str], columns: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return overrides of `data.columns` which say that columns of these names are not meant to be read.
-
-    `columns` has the names of the columns that are read instead.
-    """
-    settings = {}
-    for name in names:
-        part = MEANINGS[meaning_of(name) or name].part
-        alike = [our for our, of in MEANINGS.items() if of.part == part]
-        our = next((our for our in alike if our in columns), alike[0])
-        settings[our] = columns.get(our, "none")
-    return column_overrides(settings)
-
-
-def column_overrides(settings: Mapping[str, str]) -> str:
-    """Write settings of `data.columns` as a command takes them."""
-    return " ".join(shlex.quote(f"data.columns.{column}={name}") for column, name in settings.items())
 
 
 def _leaves_out(name: str, value: object) -> bool:

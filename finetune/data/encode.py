@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.config.config_files import local_path
 from finetune.data.chat_template import ChatTemplate, asks_for_date, describe_key, use_chat_template
-from finetune.data.columns import leave_out
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
 from finetune.data.row_checks import check_rows, name_some, warn_of_date
 from finetune.data.row_file import RowFacts, RowWriter, encoding_key, load_or_encode
 from finetune.data.rows import ROW_TYPE_NAMES, Examples, RowProblems
-from finetune.data.splits import AUTO_NEEDS_ROWS
 from finetune.data.templates import AnswerTokens, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.turns import Dialogue
 from finetune.data.values import BadRowError
@@ -122,6 +120,8 @@ def _split(
     if sides[0].validation is not None:
         parts["validation"] = [*filter(len, parts["validation"])]  # auto holds nothing out of a small source
     if parts.get("validation") == []:
+        from finetune.data.held_out import AUTO_NEEDS_ROWS
+
         del parts["validation"]
         _log.info("validation is off: data.validation=auto holds nothing out of fewer than %d rows", AUTO_NEEDS_ROWS)
     if is_checked:
@@ -270,6 +270,8 @@ def _encode_source(
     )
     unread = rows.facts.unread
     if unread:
+        from finetune.data.column_advice import leave_out
+
         wanted, used = f"the columns {', '.join(unread)} of {source.label}", "the other columns"
         why = f"rows of this format have no place for them ({leave_out(unread)} says that this is meant)"
         fallbacks.take(Fallback(what="data.columns", wanted=wanted, used=used, why=why))

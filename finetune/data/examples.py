@@ -5,33 +5,29 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, NO_ROWS, DataSection, as_list, name_files
 from finetune.data.formats import Example, Reads
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, JoinedRows, RowFile, RowSource, stem_of, suffix_of
-from finetune.data.rows import Examples, JoinedExamples
-from finetune.data.splits import (
-    SPLIT_NAMES,
-    SplitSize,
-    files_of_splits,
-    in_order,
-    names_of_sources,
-    parse_split_size,
-    rows_of_split,
-)
+from finetune.data.readers import SUFFIXES, FileRows, JoinedRows, RowSource, stem_of, suffix_of
+from finetune.data.rows import Examples
+from finetune.data.splits import SPLIT_NAMES, files_of_splits, in_order
 from finetune.errors import ConfigError, DataError
 from finetune.limits import DeadlineExceededError, call_within
 from finetune.logs import waiting, warnings_only
 from finetune.runs.durable import describe_os_error
 from finetune.terminal import without_passwords
+
+if TYPE_CHECKING:
+    from finetune.data.held_out import SplitSize
+    from finetune.data.mixture import JoinedExamples
 
 _log = logging.getLogger(__name__)
 
@@ -174,15 +170,20 @@ def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
         if any(map(is_hub_id, as_list(source.path))):
             continue
         for rows in _find_sources(source).sources.values():
-            if rows is not None and not isinstance(rows, DatasetRows):
-                rows.check()
+            if rows is None:
+                continue
+            rows.check()
             first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
-            if reads is not None and rows and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
+            if reads is not None and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
                 _as_examples(rows, source, reads).check_format()
 
 
 def _sources_of(section: DataSection) -> list[DataSection]:
-    return [_section_of(section, keys) for keys in section.mixture] or [section]
+    if not section.mixture:
+        return [section]
+    from finetune.data.mixture import section_of_source
+
+    return [section_of_source(section, keys) for keys in section.mixture]
 
 
 def _is_here(path: str) -> bool:
@@ -232,6 +233,8 @@ def _load_mixture(section: DataSection, reads: Reads, why_off: dict[str, str]) -
     """
     if section.path is not None:
         raise ConfigError(f"data.path is {section.path} and data.mixture is set: both name the data. Keep one of them.")
+    from finetune.data.mixture import JoinedExamples, names_of_sources, section_of_source
+
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
     for split in ("validation", "test"):
         files = getattr(section, split)
@@ -239,23 +242,12 @@ def _load_mixture(section: DataSection, reads: Reads, why_off: dict[str, str]) -
             parts[split] = [_as_examples(_named_split(split, files, None, section), section, reads)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
-        of_source = _load_source(_section_of(section, source_keys), reads, why_off, without=named_for_all)
+        of_source = _load_source(section_of_source(section, source_keys), reads, why_off, without=named_for_all)
         of_source["train"].weight = float(source_keys.get("weight", 1.0))
         for split, examples in of_source.items():
             examples.name = name
             parts[split].append(examples)
     return ExampleSplits(**{split: JoinedExamples(of_split) for split, of_split in parts.items() if of_split})
-
-
-def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
-    """Return the section of one source of a mixture."""
-    keys = {
-        key: str(value) if key in SPLIT_NAMES and isinstance(value, (int, float)) else value
-        for key, value in source.items()
-        if key != "weight"
-    }
-    validation = None if section.validation == AUTO_VALIDATION else section.validation
-    return section.model_copy(update={"validation": validation, **keys, "mixture": []})
 
 
 def _load_source(
@@ -274,6 +266,8 @@ def _load_source(
     splits = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
     if not sizes:
         return splits
+    from finetune.data.held_out import rows_of_split
+
     train = splits["train"]
     choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=train.label)
     return splits | {split: train.with_choice(partial(choose, split=split)) for split in ("train", *sizes)}
@@ -314,11 +308,16 @@ def _as_examples(source: RowSource, section: DataSection, reads: Reads) -> Examp
 
 def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) -> SplitSize | None:
     """Return the size of a split that is held out of the training rows; None if `text` names a split or a file."""
-    if split == "validation" and text == AUTO_VALIDATION:
-        return SplitSize(AUTO_VALIDATION) if _is_one_source(at_path) else None
-    if split == "train" or not isinstance(text, str) or (at_path is not None and at_path.has(text)) or _is_file(text):
+    if split == "train" or not isinstance(text, str):
         return None
-    return parse_split_size(text, split)
+    is_auto = split == "validation" and text == AUTO_VALIDATION
+    if is_auto and not _is_one_source(at_path):
+        return None
+    if not is_auto and ((at_path is not None and at_path.has(text)) or _is_file(text)):
+        return None
+    from finetune.data.held_out import SplitSize, parse_split_size
+
+    return SplitSize(AUTO_VALIDATION) if is_auto else parse_split_size(text, split)
 
 
 def _is_one_source(at_path: _Splits | None) -> bool:
@@ -388,7 +387,10 @@ def _find_splits(section: DataSection) -> _Splits | None:
         source = _rows_at("path", section.path, section)
         return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
     if is_saved:
-        return _saved_datasets(path, section.path)
+        from finetune.data.hub import saved_splits
+
+        saved = saved_splits(path, section.path)
+        return _Splits("a datasets directory", section.path, list(saved), saved.__getitem__)
     if path.is_dir():
         return _local_folder(section, path, section.path)
     if not is_hub_id(section.path):
@@ -400,7 +402,7 @@ def _find_splits(section: DataSection) -> _Splits | None:
 def _rows_at(key: str, files: str | list[str], section: DataSection) -> RowSource:
     """Return the rows of a file, of the files of a list, or of those that a glob matches, or raise a DataError."""
     names = [name for path in as_list(files) for name in ([path] if _is_file(path) else _matching(path) or [path])]
-    sources: list[RowFile] = []
+    sources: list[RowSource] = []
     for name in names:
         path = local_path(resolve_shipped(name))
         if is_address(name):
@@ -454,7 +456,7 @@ def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
     return _split_folder(label, names, open_file)
 
 
-def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowFile]) -> _Splits:
+def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowSource]) -> _Splits:
     files: dict[str, str] = {}
     for name in in_order(names):
         split = stem_of(PurePath(name))
@@ -475,25 +477,6 @@ def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], R
     not_read = set(files.values()).difference(*of_splits.values())
     splits = list(dict.fromkeys([*files, *of_splits]))
     return _Splits(_PARTS if has_no_splits else "a folder", label, splits, open_split, not_read=in_order(not_read))
-
-
-def _saved_datasets(folder: Path, label: str) -> _Splits:
-    import datasets
-
-    from finetune.data.tables import quiet_datasets
-
-    try:
-        with quiet_datasets():
-            loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # pyarrow and datasets raise many types for a damaged folder
-        raise DataError(f"{label} cannot be read as a datasets directory: {type(error).__name__}: {error}") from error
-    splits: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
-    return _Splits(
-        "a datasets directory",
-        label,
-        list(splits),
-        lambda name: DatasetRows(splits[name], f"{label.rstrip('/')}/{name}"),
-    )
 
 
 def _dataset(form: str, section: DataSection, path: str) -> _Splits:

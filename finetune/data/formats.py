@@ -2,43 +2,25 @@
 
 Columns and roles have their usual names: `messages` with role and content, and `prompt` with `completion` (TRL's
 dataset formats); `conversations` with from and value (ShareGPT, as FastChat and LLaMA-Factory read it); `instruction`,
-`input`, `output` (Stanford Alpaca). All objectives read prompts and answers alike: a pair has two answers instead of
-one, and a labelled row has a label beside its answer.
+`input`, `output` (Stanford Alpaca). All objectives read prompts and answers alike; `preference_formats.py` has pairs of
+answers and labelled answers.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from finetune.data.columns import (
-    BAD_LABELS,
-    Cells,
-    find_columns,
-    holds_something,
-    is_beside_text,
-    may_be_prompt,
-    show_names,
-    unread_columns,
-)
+from finetune.data.columns import Cells, find_columns, holds_something, is_beside_text, show_names, unread_columns
 from finetune.data.turns import Dialogue, Turn, dialogue_of, is_transcript, parse_tools, parse_turns, text_turn
 from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, refuse_blank, refuse_python
 
 RowType = Literal["messages", "prompt_completion", "text"]
 Reads = Literal["answers", "chosen", "rejected", "labelled", "prompts"]
 """What an objective reads of a row: answers to learn, one side of a pair, a labelled answer, or a prompt."""
-_SIDES = ("chosen", "rejected")
-_BEFORE_SPACE = re.compile(r"(?=\s)")
-LABELS = {
-    **dict.fromkeys(("true", "good", "thumbs_up", "1", "1.0"), True),
-    **dict.fromkeys(("false", "bad", "thumbs_down", "0", "0.0", "-1", "-1.0"), False),
-}
-"""The values of a label, and whether each says that an answer is good."""
 
 
 class Example(NamedTuple):
@@ -116,15 +98,15 @@ def parse_row(row: object, known: Format, renamed: Mapping[str, str], *, is_tabl
     return known.parse(cells)
 
 
-def detect_format(row: Mapping[str, Any], renamed: Mapping[str, str], reads: Reads = "answers") -> Format | None:
-    """Return the first format whose required columns a row has, or None."""
+def detect_format(row: Mapping[str, Any], renamed: Mapping[str, str], formats: Mapping[str, Format]) -> Format | None:
+    """Return the first of these formats whose required columns a row has, or None."""
     cells = Cells(row, find_columns(row, renamed))
-    formats = FORMATS_OF[reads].values()
-    return next((known for known in formats if cells.keys() >= set(known.needs) and known.fits(cells, renamed)), None)
+    fitting = (known for known in formats.values() if cells.keys() >= set(known.needs) and known.fits(cells, renamed))
+    return next(fitting, None)
 
 
 def _parse_turns(column: str, cells: Cells) -> Example:
-    return _conversation(_with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells))
+    return as_conversation(with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells))
 
 
 def _parse_plain_text(cells: Cells) -> Example:
@@ -139,23 +121,23 @@ def _is_whole_text(cells: Cells, renamed: Mapping[str, str]) -> bool:
 
 def _parse_answered(column: str, answer: str, cells: Cells) -> Example:
     """Read a prompt in one column and the answer to it in another."""
-    return _answered(_prompt(cells, column), _answer(cells, answer), cells, answer)
+    return join_answer(read_prompt(cells, column), read_answer(cells, answer), cells, answer)
 
 
-def _prompt(cells: Cells, column: str) -> str | Dialogue:
+def read_prompt(cells: Cells, column: str) -> str | Dialogue:
     """Read a prompt: text, or turns. A system turn, earlier turns or tools beside text make it turns."""
     name, question = cells.name(column), cells.text_or_turns(column)
     if not isinstance(question, str) or is_transcript(question):
-        return _with_system(parse_turns(question, name, cells.get("tools"))._replace(learnt=()), cells)
+        return with_system(parse_turns(question, name, cells.get("tools"))._replace(learnt=()), cells)
     if cells.has("input") and (column == "instruction" or (column == "prompt" and "instruction" not in cells)):
         addition = cells.text("input")
         question = f"{question}\n\n{addition}" if question.strip() else addition
     if column == "instruction" and not question.strip():
         raise BadRowError(f"{name} and input are blank; expected text that says what to do")
-    return _question(question, cells, is_text=column != "instruction")
+    return read_question(question, cells, is_text=column != "instruction")
 
 
-def _question(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
+def read_question(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
     """Return a question with the earlier turns, the tools and the system turn of its row.
 
     A question is text if the row has none of these and `is_text` is true.
@@ -165,7 +147,7 @@ def _question(question: str, cells: Cells, *, is_text: bool = True) -> str | Dia
     if is_text and not (earlier or tools or cells.has("system")):
         return question
     turns = dialogue_of([*earlier, text_turn("user", question)])._replace(tools=tools)
-    return _with_system(turns, cells)
+    return with_system(turns, cells)
 
 
 def _history(cells: Cells) -> list[Turn]:
@@ -184,7 +166,7 @@ def _history(cells: Cells) -> list[Turn]:
     return turns
 
 
-def _answer(cells: Cells, column: str) -> str | Dialogue:
+def read_answer(cells: Cells, column: str) -> str | Dialogue:
     """Read an answer: text, one turn, turns, or a conversation that begins with the prompt."""
     name, value = cells.name(column), cells.text_or_turns(column)
     if isinstance(value, str) and not is_transcript(value):
@@ -192,7 +174,7 @@ def _answer(cells: Cells, column: str) -> str | Dialogue:
     return parse_turns(value, name)
 
 
-def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, column: str) -> Example:
+def join_answer(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, column: str) -> Example:
     """Join a prompt and its answer."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return Example("prompt_completion", prompt=prompt, completion=answer, is_of_texts=True)
@@ -206,7 +188,7 @@ def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, colu
     if prompt.tools and answer.tools and json.loads(prompt.tools) != json.loads(answer.tools):
         raise BadRowError(f"prompt and {cells.name(column)} offer tools that differ; expected them in the prompt alone")
     answer = answer._replace(tools=prompt.tools or answer.tools)
-    example = _conversation(answer, history)
+    example = as_conversation(answer, history)
     # In supervised training the answers of a history are learnt too, as in LLaMA-Factory.
     earlier = prompt.learnt if column in ("completion", "output") and history == prompt.turns else ()
     return example._replace(is_of_texts=is_of_texts, learnt=(*earlier, *example.learnt))
@@ -235,10 +217,10 @@ def _without_prompt(
             f"the prompt ({quote(prompt[-1]['content'])}); expected the answer alone, or the same prompt and the answer"
         )
     history = (*(own_system or system), *turns[:end])
-    return history, _after(conversation, len(own_system) + end, cells.name(column))
+    return history, turns_after(conversation, len(own_system) + end, cells.name(column))
 
 
-def _after(conversation: Dialogue, start: int, name: str) -> Dialogue:
+def turns_after(conversation: Dialogue, start: int, name: str) -> Dialogue:
     """Return the turns of a conversation from `start` on, which are an answer."""
     turns = conversation.turns[start:]
     if not turns or turns[0]["role"] != "assistant":
@@ -256,126 +238,21 @@ def _split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn
     return turns[:count], turns[count:]
 
 
-def _parse_pair(side: str, cells: Cells) -> Example:
-    """Read one side of a pair. Both sides are checked, so that readings of either refuse the same rows."""
-    prompt, answers = _pair(cells)
-    sides = {name: _answered(prompt, answer, cells, name) for name, answer in answers.items()}
-    chosen, rejected = sides.values()
-    names = " and ".join(cells.name(name) for name in sides)
-    starts = [side.messages[: side.learnt[0]] for side in (chosen, rejected) if side.learnt]
-    if starts[1:] and starts[0] != starts[1]:
-        raise BadRowError(f"{names} answer prompts that differ; expected the same prompt in both")
-    return sides[side]
-
-
-def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
-    """Return the prompt of a pair, and its two answers.
-
-    The prompt stands in a column of its own; or it is the turns that both sides begin with, as in TRL; or the turns
-    before the last answer, where `messages` has the chosen answer, as in ms-swift.
-    """
-    answers = {name: _answer(cells, name) for name in _SIDES if name in cells}
-    request = cells.get("input")
-    if isinstance(request, Mapping) and "messages" in request:  # OpenAI's preference format
-        return parse_turns(request["messages"], f"{cells.name('input')}.messages", request.get("tools")), answers
-    column = next(
-        (name for name in ("prompt", "instruction", "conversations", "messages", "input") if name in cells), ""
-    )
-    if column in ("prompt", "instruction", "input"):
-        return _prompt(cells, column), answers
-    if column:
-        context = parse_turns(cells[column], cells.name(column), cells.get("tools"))
-        if "chosen" not in answers:
-            last = context.turns[-1]
-            if last["role"] != "assistant":
-                raise BadRowError(
-                    f"{cells.name(column)} ends with a turn of the {last['role']}; expected the chosen answer"
-                )
-            answers = {"chosen": dialogue_of([last]), **answers}
-            context = context._replace(turns=context.turns[:-1])
-        elif context.turns[-1]["role"] == "assistant" and not _repeats_prompt(answers["chosen"]):
-            raise BadRowError(
-                f"{cells.name(column)} ends with a turn of the assistant, while {cells.name('chosen')} has an answer; "
-                "expected a turn of the user at the end"
-            )
-        if not _repeats_prompt(answers["chosen"]):
-            return _with_system(context, cells), answers
-    if not any(isinstance(answer, Dialogue) for answer in answers.values()):
-        start, answers = _common_start(answers, cells)
-        return _question(start, cells), answers
-    prompt, answers = _common_prompt(answers, cells)
-    return _with_system(prompt, cells), answers
-
-
-def _repeats_prompt(answer: str | Dialogue) -> bool:
-    """Return whether an answer is a whole conversation."""
-    return isinstance(answer, Dialogue) and answer.turns[0]["role"] != "assistant"
-
-
-def _common_start(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple[str, dict[str, str | Dialogue]]:
-    """Split two texts into the words that both begin with, which are the prompt, and the rest of each.
-
-    TRL reads these rows in the same way (`extract_prompt`), but may split a word. Here, a prompt ends before white
-    space, so that both answers begin with a whole word.
-    """
-    texts = [str(answer) for answer in answers.values()]
-    words, other_words = (_BEFORE_SPACE.split(text)[:-1] for text in texts)  # the last word is never the prompt's
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(words, other_words, strict=False))
-    start = "".join(word for word, _ in alike).rstrip()
-    if not start:
-        names = " and ".join(cells.name(name) for name in answers)
-        raise BadRowError(
-            f"no column prompt, and the texts {names} begin differently; expected a prompt, or texts that begin with it"
-        )
-    return start, {name: text[len(start) :] for name, text in zip(answers, texts, strict=True)}
-
-
-def _common_prompt(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple[Dialogue, dict[str, str | Dialogue]]:
-    """Split two conversations into the turns that both begin with, and the rest of each."""
-    sides = {name: answer for name, answer in answers.items() if isinstance(answer, Dialogue)}
-    names = " and ".join(cells.name(name) for name in answers)
-    if len(sides) < 2:
-        raise BadRowError(f"one of {names} is text and one is turns; expected two texts or two lists of turns")
-    chosen, rejected = (side.turns for side in sides.values())
-    alike = (chosen_turn == rejected_turn for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False))
-    count = next((k for k, is_alike in enumerate(alike) if not is_alike), min(len(chosen), len(rejected)))
-    if count == len(chosen) == len(rejected):
-        count = max((k for k, turn in enumerate(chosen) if turn["role"] == "assistant"), default=count)
-    prompt = Dialogue(chosen[:count], (), sides["chosen"].tools or parse_tools(cells.get("tools")))
-    if not count:
-        raise BadRowError(
-            f"no column prompt, and {names} begin with turns that differ; expected the same prompt in both"
-        )
-    return prompt, {name: _after(side, count, cells.name(name)) for name, side in sides.items()}
-
-
-def _parse_labelled(known: Format, cells: Cells) -> Example:
-    """Read an answer and its label. In a conversation, the label belongs to the last answer."""
-    name, label = cells.name("label"), cells["label"]
-    word = str(label).strip().lower()
-    if word not in LABELS:
-        raise BadRowError(f"{name} is {quote(label)}; expected true for a good answer or false for a bad one")
-    example = known.parse(cells)
-    if known.name in ("messages", "conversations") or cells.has("history"):
-        example = _until_last_answer(example)._replace(learnt=example.learnt[-1:])
-    return example._replace(is_good=LABELS[word] is not (name in BAD_LABELS))
-
-
 def _parse_prompts(cells: Cells) -> Example:
     """Read a prompt with or without an expected answer. Without one, the answer is empty."""
     known = next((known for known in FORMATS.values() if all(name in cells for name in known.needs)), None)
     if known is not None and known.name in ("prompt_completion", "instruction"):
-        return _until_last_answer(known.parse(cells))
+        return until_last_answer(known.parse(cells))
     column = known.name if known is not None and known.name != "text" else "prompt"
     if column not in cells:
         raise BadRowError(f"no column prompt or messages; it has {show_names(cells.row)}")
     if column == "prompt":
-        prompt = _prompt(cells, column)
+        prompt = read_prompt(cells, column)
         if isinstance(prompt, str):
             return Example("prompt_completion", prompt=refuse_blank(prompt, cells.name("prompt")), is_of_texts=True)
         dialogue = prompt
     else:
-        dialogue = _with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells)
+        dialogue = with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells)
     if dialogue.turns[-1]["role"] != "assistant":
         turns = (*dialogue.turns, text_turn("assistant", ""))
         is_of_texts = column == "prompt" and isinstance(cells["prompt"], str)
@@ -383,14 +260,14 @@ def _parse_prompts(cells: Cells) -> Example:
             "messages", messages=turns, learnt=(len(dialogue.turns),), tools=dialogue.tools, is_of_texts=is_of_texts
         )
     if column != "prompt":
-        return _until_last_answer(_conversation(dialogue))
+        return until_last_answer(as_conversation(dialogue))
     raise BadRowError(
         f"{cells.name('prompt')} ends with a turn of the assistant, so there is nothing to answer; expected that turn "
         "in a column completion, or all turns in a column messages"
     )
 
 
-def _until_last_answer(example: Example) -> Example:
+def until_last_answer(example: Example) -> Example:
     """Leave out turns after the last answer that counts, which is the expected one; the prompt ends before it."""
     if example.row_type != "messages":
         return example
@@ -405,7 +282,7 @@ def as_messages(example: Example) -> Example:
     return example._replace(row_type="messages", messages=turns, learnt=(1,), prompt="", completion="")
 
 
-def _conversation(dialogue: Dialogue, history: tuple[Turn, ...] = ()) -> Example:
+def as_conversation(dialogue: Dialogue, history: tuple[Turn, ...] = ()) -> Example:
     """Make an example of a conversation that follows the turns of a prompt."""
     if not dialogue.learnt:
         roles = [turn["role"] for turn in dialogue.turns]
@@ -425,7 +302,7 @@ def _following(history: tuple[Turn, ...], dialogue: Dialogue) -> Dialogue:
     )
 
 
-def _with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
+def with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
     """Put the text of the column `system` before a conversation."""
     if not cells.has("system"):
         return dialogue
@@ -436,21 +313,9 @@ def _with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
     return dialogue if own else _following((system,), dialogue)
 
 
-_BESIDE = ("system", "tools")
+BESIDE_TURNS = ("system", "tools")
 OF_PROMPT = ("input", "system", "history", "tools")
 """Columns that belong to a prompt in another column."""
-
-
-def _begins_with_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
-    """Return whether two answers may begin with their prompt.
-
-    They hold turns, or no other text of the row can be the prompt, or the user says that none is.
-    """
-    if "prompt" in renamed or any(not isinstance(cells[side], str) or is_transcript(cells[side]) for side in _SIDES):
-        return True
-    others = cells.row.keys() - {cells.name(side) for side in _SIDES}
-    texts = (name for name in others if isinstance(cells.row[name], str) and holds_something(cells.row[name]))
-    return not any(map(may_be_prompt, texts))
 
 
 def _has_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
@@ -461,8 +326,8 @@ def _has_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
 FORMATS = {
     known.name: known
     for known in (
-        Format("messages", ("messages",), _BESIDE, partial(_parse_turns, "messages")),
-        Format("conversations", ("conversations",), _BESIDE, partial(_parse_turns, "conversations")),
+        Format("messages", ("messages",), BESIDE_TURNS, partial(_parse_turns, "messages")),
+        Format("conversations", ("conversations",), BESIDE_TURNS, partial(_parse_turns, "conversations")),
         Format(
             "prompt_completion", ("prompt", "completion"), OF_PROMPT, partial(_parse_answered, "prompt", "completion")
         ),
@@ -471,43 +336,14 @@ FORMATS = {
     )
 }
 """The formats of supervised training by name, in the order in which they are tried."""
-
-
-def _pairs(side: str) -> dict[str, Format]:
-    """Return the formats of pairs: the ways to write their prompts, in the order in which they are tried."""
-    read = partial(_parse_pair, side)
-    both = _SIDES
-    return {
-        "prompt_completion": Format("pairs", ("prompt", *both), OF_PROMPT, read),
-        "instruction": Format("pairs", ("instruction", *both), OF_PROMPT, read),
-        "conversations": Format("pairs", ("conversations", *both), _BESIDE, read),
-        "context": Format("pairs", ("messages", *both), _BESIDE, read),
-        "input": Format("pairs", ("input", *both), ("system", "history", "tools"), read),
-        "messages": Format("pairs", ("messages", "rejected"), _BESIDE, read),
-        "pairs": Format("pairs that begin with their prompt", both, _BESIDE, read, _begins_with_prompt),
-    }
-
-
-FORMATS_OF: Mapping[Reads, Mapping[str, Format]] = {
-    "answers": FORMATS,
-    "chosen": _pairs("chosen"),
-    "rejected": _pairs("rejected"),
-    "labelled": {
-        known.name: Format(known.name, (*known.needs, "label"), known.may_have, partial(_parse_labelled, known))
-        for known in FORMATS.values()
-        if known.name != "text"
-    },
-    "prompts": {
-        "prompts": Format(
-            "prompts",
-            (),
-            tuple(dict.fromkeys(name for known in FORMATS.values() for name in known.columns)),
-            _parse_prompts,
-            _has_prompt,
-        )
-    },
-}
-"""The formats that each objective reads."""
+PROMPTS = Format(
+    "prompts",
+    (),
+    tuple(dict.fromkeys(name for known in FORMATS.values() for name in known.columns)),
+    _parse_prompts,
+    _has_prompt,
+)
+"""The format of rows whose answers are generated."""
 
 
 def find_unread(

@@ -1,4 +1,5 @@
-"""Read data sets with `datasets`: from the hub, or from a local folder that has the layout of a data set on the hub.
+"""Read data sets with `datasets`: from the hub, from a local folder that has the layout of a data set on the hub, or
+from a folder that `datasets` saved.
 
 With `data.max_rows`, only the first rows of a hub data set are downloaded. They are kept in `data.cache_dir`.
 """
@@ -9,8 +10,9 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 from finetune.config.config_files import local_path
 from finetune.config.hub import HubFault, Repository, cache_only, explain_hub_fault, fault_of, find_fault
 from finetune.config.schema import DataSection
-from finetune.data.readers import DatasetRows, FileRows
+from finetune.data.readers import FileRows, RawRow
 from finetune.data.remote import in_cache
 from finetune.data.tables import quiet_datasets
 from finetune.errors import DataError
@@ -28,6 +30,51 @@ from finetune.runs.durable import replace_file
 _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """The rows of a `datasets.Dataset`."""
+
+    dataset: Any
+    label: str
+
+    def place(self, number: int) -> str:
+        """Name one row in messages."""
+        return f"{self.label} row {number}"
+
+    def check(self) -> None:
+        """Do nothing: a data set that was loaded can be read."""
+
+    def digest(self) -> str:
+        """Compute a SHA-256 over the rows in Arrow form; the library's fingerprint does not cover content."""
+        digest = hashlib.sha256()
+        for table in self.dataset.with_format("arrow").iter(batch_size=1000):
+            digest.update(str(table.schema.remove_metadata()).encode())
+            for batch in table.combine_chunks().to_batches():
+                digest.update(batch.serialize())
+        return digest.hexdigest()
+
+    def rows(self) -> Iterator[RawRow]:
+        """Yield every row."""
+        return (RawRow(number, row) for number, row in enumerate(self.dataset.with_format(None), start=1))
+
+
+def saved_splits(folder: Path, label: str) -> dict[str, DatasetRows]:
+    """Return the splits in a folder that `datasets` saved, by name. A data set without splits is the split train.
+
+    Raises:
+        DataError: the folder cannot be read.
+    """
+    import datasets
+
+    try:
+        with quiet_datasets():
+            loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # pyarrow and datasets raise many types for a damaged folder
+        raise DataError(f"{label} cannot be read as a datasets directory: {type(error).__name__}: {error}") from error
+    splits: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    return {name: DatasetRows(rows, f"{label.rstrip('/')}/{name}") for name, rows in splits.items()}
 
 
 def split_names(section: DataSection, path: str) -> list[str]:

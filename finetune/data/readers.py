@@ -1,32 +1,25 @@
-"""Read raw rows from a file, which may be compressed, or from a `datasets` object, each with its line or row number."""
+"""Read raw rows from a file, which may be compressed, each with its line or row number."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BufferedReader, RawIOBase, TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path, PurePath
-from typing import IO, Any, AnyStr, Protocol, TypeAlias
+from typing import IO, Any, AnyStr, Protocol
 
 from finetune.data.values import DuplicateKeyError, refuse_constant, with_unique_keys
-from finetune.errors import DataError, extra_command
+from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error
-from finetune.units import format_bytes
 
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 """The module that opens each. The package zstandard is no choice for the last: it takes a file that was cut short for a
 whole one. fsspec's own decompression falls back to it."""
-MOST_RATIO = 200
-"""A file may unpack to so many times its size. Rows of text unpack to 3 to 20 times."""
-ALWAYS_BYTES = 256 << 20
-"""Every file may unpack to this size."""
 _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
@@ -76,54 +69,18 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
         DataError: also inside the block: the file cannot be read, is cut short or damaged, unpacks to far more than
             text does, or a package is missing. Or its first bytes are those of compressed data or of UTF-16.
     """
-    if not is_compressed(path):
-        try:
+    try:
+        if is_compressed(path):
+            from finetune.data.compressed import decompressed
+
+            with decompressed(path, _MODULES[path.suffix.lower()], label, check=_refuse_other_bytes) as unpacked:
+                yield unpacked
+        else:
             with path.open("rb") as file:
                 _refuse_other_bytes(file, label)
                 yield file
-        except OSError as error:
-            raise _cannot_be_read(label, error) from error
-        return
-    try:
-        module = importlib.import_module(_MODULES[path.suffix.lower()])
-    except ModuleNotFoundError:
-        raise DataError(
-            f"{label} is compressed with Zstandard, which needs the package backports.zstd. Run "
-            f"`{extra_command('zstd')}`, or compress the file with gzip."
-        ) from None
-    own = tuple(getattr(module, name) for name in ("LZMAError", "ZstdError") if hasattr(module, name))
-    try:
-        with module.open(path, "rb") as file:
-            _refuse_other_bytes(file, label)
-            yield BufferedReader(_Unpacked(file, max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size), label), 1 << 16)
-    except (EOFError, OSError, zlib.error, *own) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the package
-            raise _cannot_be_read(label, error) from error
-        raise DataError(
-            f"{label} cannot be decompressed ({error}): it is cut short, damaged, or no {path.suffix} file. Copy or "
-            "compress it again."
-        ) from error
-
-
-class _Unpacked(RawIOBase):
-    """Decompressed bytes, up to a limit. A file of 1 MB may unpack to a terabyte."""
-
-    def __init__(self, file: IO[bytes], most_bytes: int, label: str) -> None:
-        self._file, self._most, self._label = file, most_bytes, label
-        self._left = most_bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = int(self._file.readinto(buffer))  # type: ignore[attr-defined]
-        self._left -= count
-        if self._left < 0:
-            raise DataError(
-                f"{self._label} unpacks to more than {format_bytes(self._most)}, over {MOST_RATIO} times its size. If "
-                "its rows are what you expect, decompress it first."
-            )
-        return count
+    except OSError as error:
+        raise DataError(f"{label} cannot be read: {describe_os_error(error)}.") from error
 
 
 def _refuse_other_bytes(file: IO[bytes], label: str) -> None:
@@ -134,10 +91,6 @@ def _refuse_other_bytes(file: IO[bytes], label: str) -> None:
         raise DataError(f"{label} holds data that is compressed as {suffix}. Rename it to {label}{suffix}.")
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start:
         raise DataError(f"{label} is text in UTF-16; expected UTF-8. Convert it: `iconv -f UTF-16 -t UTF-8`.")
-
-
-def _cannot_be_read(label: str, error: OSError) -> DataError:
-    return DataError(f"{label} cannot be read: {describe_os_error(error)}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,33 +161,8 @@ class FileRows:
             raise DataError(f"{name} cannot be read: {describe_os_error(error)}.") from error
 
 
-@dataclass(frozen=True)
-class DatasetRows:
-    """The rows of a `datasets.Dataset`."""
-
-    dataset: Any
-    label: str
-
-    def place(self, number: int) -> str:
-        """Name one row in messages."""
-        return f"{self.label} row {number}"
-
-    def digest(self) -> str:
-        """Compute a SHA-256 over the rows in Arrow form; the library's fingerprint does not cover content."""
-        digest = hashlib.sha256()
-        for table in self.dataset.with_format("arrow").iter(batch_size=1000):
-            digest.update(str(table.schema.remove_metadata()).encode())
-            for batch in table.combine_chunks().to_batches():
-                digest.update(batch.serialize())
-        return digest.hexdigest()
-
-    def rows(self) -> Iterator[RawRow]:
-        """Yield every row."""
-        return (RawRow(number, row) for number, row in enumerate(self.dataset.with_format(None), start=1))
-
-
-class RowFile(Protocol):
-    """The rows of a file, here (`FileRows`) or at an address (`RemoteRows`)."""
+class RowSource(Protocol):
+    """The rows of one split, wherever they are: in a file here, at an address, in several files, or in a data set."""
 
     @property
     def label(self) -> str:
@@ -266,7 +194,7 @@ _BITS_OF_A_NUMBER = 40
 class JoinedRows:
     """The rows of several files, one file after the other, as one source."""
 
-    parts: Sequence[RowFile]
+    parts: Sequence[RowSource]
     label: str
 
     def place(self, number: int) -> str:
@@ -287,10 +215,6 @@ class JoinedRows:
         for index, part in enumerate(self.parts):
             for row in part.rows():
                 yield replace(row, number=(index << _BITS_OF_A_NUMBER) + row.number)
-
-
-RowSource: TypeAlias = RowFile | DatasetRows | JoinedRows
-"""The rows of one split, wherever they are."""
 
 
 def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
@@ -410,11 +334,9 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:
-    """Read a Parquet file a few rows at a time. A dictionary may repeat a value, so the unpacked rows are counted."""
+    """Read a Parquet file a few rows at a time."""
     from finetune.data.tables import parquet_rows
 
     if is_compressed(path):
         raise DataError(f"{label} is compressed, but a Parquet file is compressed inside. Decompress it.")
-    most = max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size)
-    too_much = f"it unpacks to more than {format_bytes(most)}, over {MOST_RATIO} times its size"
-    yield from (RawRow(*row) for row in enumerate(parquet_rows(path, label, most, too_much), start=1))
+    yield from (RawRow(number, row) for number, row in enumerate(parquet_rows(path, label), start=1))

@@ -11,23 +11,17 @@ import atexit
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ConfigError, DataError
-from finetune.signals import leave_signals_to_parent
 from finetune.units import name_first
 
 if TYPE_CHECKING:
@@ -39,12 +33,11 @@ _TAKES_NO_TIME = re.compile(r"[\w\s.,:;=<>/@'\"!&%#~-]*")
 """Expressions that neither repeat nor choose, such as the name of a layer."""
 _ANSWER_SECONDS = 120.0
 """Seconds until the process must have started, or answered, on the busiest machine."""
-_IDLE_SECONDS, _ENDING_SECONDS, _ANSWER_EVERY_SECONDS = 10.0, 5.0, 0.25
-_MEMORY, _MEMORY_PER_BYTE = 1 << 30, 24
-"""Bytes that the process may take, and more for each byte of the rows."""
+_ENDING_SECONDS = 5.0
+MEMORY, CHARACTERS_PER_BYTE = 1 << 30, 16
+"""Bytes that the process may take, and characters that a template may make of each byte of the rows. More of both is
+allowed, see `rendering_process.py`."""
 _MOST_SHOWN = 60
-_ROW_CHARACTERS, _CHARACTERS_PER_BYTE = 1 << 16, 16
-"""Characters that a template may make of a row, and more for each byte of the rows."""
 
 Rendered = tuple[bool, str]
 """Whether the template rendered the conversation, and the text, or why the template refused it."""
@@ -68,7 +61,7 @@ def render_conversations(
     own = type(tokenizer).apply_chat_template
     if own is not PreTrainedTokenizerBase.apply_chat_template:  # code that was allowed to run here
         call: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": with_prompt}
-        return [_attempt(partial(own, tokenizer, conversation, **call)) for conversation in conversations]
+        return [attempt(partial(own, tokenizer, conversation, **call)) for conversation in conversations]
     return render_template(
         tokenizer.get_chat_template(tools=tools),
         conversations,
@@ -106,8 +99,8 @@ def render_template(
     if failure is None:
         return answer
     raise DataError(
-        f"the chat template of {name} {failure}, so it was stopped. A row may take {ROW_SECONDS} s, {_MEMORY >> 30} "
-        f"GiB of memory and {_CHARACTERS_PER_BYTE} times its own length, beside a fixed part. Set another template: "
+        f"the chat template of {name} {failure}, so it was stopped. A row may take {ROW_SECONDS} s, {MEMORY >> 30} "
+        f"GiB of memory and {CHARACTERS_PER_BYTE} times its own length, beside a fixed part. Set another template: "
         "data.chat_template."
     )
 
@@ -129,7 +122,7 @@ def match_patterns(
     request = {"patterns": expressions, "texts": list(texts), "flags": flags, "seconds": MATCH_SECONDS}
     slow = [pattern for pattern in patterns if not _TAKES_NO_TIME.fullmatch(pattern)]
     if not slow:
-        return _match(request)
+        return match_all(request)
     answer: list[Rendered] = []
     with _Renderer.lock:
         failure = _Renderer.render(json.dumps(request).encode(), answer, 1)
@@ -200,7 +193,7 @@ class _Renderer:
             return False
         if cls._pid != os.getpid():  # also in a forked child, which must leave the parent's process alone
             atexit.register(cls._end, "")
-        cls._process, cls._connection = start_child("finetune.data.rendering", OPENBLAS_NUM_THREADS="1")
+        cls._process, cls._connection = start_child("finetune.data.rendering_process", OPENBLAS_NUM_THREADS="1")
         cls._pid = os.getpid()
         if not cls._connection.poll(_ANSWER_SECONDS):
             raise EOFError
@@ -217,7 +210,8 @@ class _Renderer:
         return reason
 
 
-def _attempt(render: Callable[[], Any]) -> Rendered:
+def attempt(render: Callable[[], Any]) -> Rendered:
+    """Return the text that a template makes, or why it refuses."""
     try:
         return True, str(render())
     except MemoryError:
@@ -226,87 +220,7 @@ def _attempt(render: Callable[[], Any]) -> Rendered:
         return False, str(error) or type(error).__name__
 
 
-def _load_renderer() -> Callable[..., str]:
-    """Import the renderer of transformers, if possible without the rest of transformers, which takes half a second."""
-    spec = find_spec("transformers")
-    for name in ("transformers", "transformers.utils"):
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [
-            str(Path(place, *name.split(".")[1:])) for place in (spec and spec.submodule_search_locations) or ()
-        ]
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except Exception:  # another version may import more
-        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-            del sys.modules[name]
-        from transformers.utils.chat_template_utils import render_jinja_template
-    return lambda *arguments, **settings: render_jinja_template(*arguments, **settings)[0][0]
-
-
-def _render_until_it_ends(connection: Connection[Any, Any]) -> None:
-    """Answer requests until the connection ends, or until no request has come for `_IDLE_SECONDS`."""
-    leave_signals_to_parent()
-    render = _load_renderer()
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
-        os.dup2(nowhere.fileno(), 2)  # a template that crashes Python would make it print
-    connection.send_bytes(b"ready")
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while connection.poll(_IDLE_SECONDS):
-            _answer(connection, connection.recv_bytes(), render)
-
-
-def _match(request: Mapping[str, Any]) -> list[list[bool]]:
+def match_all(request: Mapping[str, Any]) -> list[list[bool]]:
+    """Return for each regular expression of a request whether it matches each whole text, in this process."""
     compiled = [re.compile(pattern, request["flags"]) for pattern in request["patterns"]]
     return [[pattern.fullmatch(text) is not None for text in request["texts"]] for pattern in compiled]
-
-
-def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[..., str]) -> None:
-    """Render the conversations of a request. Slow ones are answered one by one, so that the parent need not wait."""
-    _limit_memory(_MEMORY + _MEMORY_PER_BYTE * len(content))
-    request = json.loads(content)
-    connection.send_bytes(json.dumps([[], None]).encode())  # it has begun
-    if "patterns" in request:
-        _limit_seconds(request["seconds"])
-        connection.send_bytes(json.dumps([[[True, json.dumps(_match(request))]], None]).encode())
-        return
-    conversations, template = request["conversations"], request["template"]
-    left = len(conversations) * (_ROW_CHARACTERS + 2 * len(template)) + _CHARACTERS_PER_BYTE * len(content)
-    settings = {**request["tokens"], "tools": request["tools"], "add_generation_prompt": request["with_prompt"]}
-    rendered: list[Rendered] = []
-    answered, failure = 0.0, None
-    for conversation in conversations:
-        if time.monotonic() - answered > _ANSWER_EVERY_SECONDS:
-            connection.send_bytes(json.dumps([rendered, None]).encode())
-            rendered, answered = [], time.monotonic()
-            _limit_seconds(ROW_SECONDS)
-        try:
-            rendered.append(_attempt(partial(render, [conversation], chat_template=template, **settings)))
-        except MemoryError:
-            failure = "needs too much memory"
-        left -= len(rendered[-1][1]) if failure is None else 0
-        if left < 0:
-            failure = "makes too much text"
-        if failure is not None:
-            rendered = []
-            break
-    connection.send_bytes(json.dumps([rendered, failure]).encode())
-
-
-def _limit_memory(num_bytes: int) -> None:
-    with suppress(ImportError, OSError, ValueError):  # a system without such limits, or with a lower one
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, most))
-
-
-def _limit_seconds(seconds: float) -> None:
-    """Let this process end, in the middle of C code too, once it has taken so much more processor time."""
-    with suppress(AttributeError):  # Windows has no such timer
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has its children ignore it
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-if __name__ == "__main__":
-    _render_until_it_ends(Connection(int(sys.argv[1])))

@@ -7,14 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
-from finetune.data.columns import MEANINGS, find_columns, may_be_unread, show_names
-from finetune.data.formats import FORMATS_OF, LABELS, Example, Format, Reads, detect_format, find_unread, parse_row
+from finetune.data.columns import LABEL_WORDS, MEANINGS, find_columns, may_be_unread, show_names
+from finetune.data.formats import FORMATS, Example, Format, Reads, detect_format, find_unread, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.splits import digest_row
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.units import counted
+
+if TYPE_CHECKING:
+    from finetune.data.labels import LabelColumn
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +33,6 @@ ROW_TYPE_NAMES = {
 """The row types, and their names in messages."""
 _MAX_SHOWN = 5
 _MAX_PLACES = 3
-_MARKS = (("true", "false"), ("good", "bad"), ("thumbs_up", "thumbs_down"))
-"""Pairs of texts that are labels, and never the classes of a classification set."""
 
 
 class RowProblems:
@@ -88,7 +90,7 @@ class RowProblems:
         return f"; left out (data.on_bad_row=drop): {', '.join(islice(reasons, _MAX_SHOWN))}"
 
 
-class _OfRows:
+class SequenceOfRows:
     """Base class: a sequence over `rows`."""
 
     @cached_property
@@ -106,7 +108,7 @@ class _OfRows:
         return self.rows[index]
 
 
-class Examples(_OfRows):
+class Examples(SequenceOfRows):
     """The rows of one split. The file is read on first use, so that a run with cached data never parses it.
 
     Args:
@@ -186,7 +188,7 @@ class Examples(_OfRows):
         if first is None:
             raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
         raw = chain([first], raw)
-        named = FORMATS_OF[self.reads].get(self.format)
+        named = _formats_of(self.reads).get(self.format)
         if named is not None and self.reads in ("answers", "labelled"):  # pairs and prompts are known by their columns
             _refuse_pair(first, self)
             return _read_examples(raw, named, self)
@@ -205,23 +207,6 @@ class Examples(_OfRows):
         return list(self.read())
 
 
-class JoinedExamples(_OfRows):
-    """The rows of a split that has several sources, one source after the other, each row once whatever its weight."""
-
-    def __init__(self, parts: Sequence[Examples]) -> None:
-        self.parts = tuple(parts)
-
-    @property
-    def label(self) -> str:
-        """The sources as the user would name them."""
-        return " + ".join(part.label for part in self.parts)
-
-    @cached_property
-    def rows(self) -> list[Example]:
-        """All rows, see `Examples.rows`."""
-        return [row for part in self.parts for row in part.rows]
-
-
 def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[RawRow]]:
     """Find the format by the columns of the first readable row. Returns it with the rows read so far."""
     leading: list[RawRow] = []
@@ -229,14 +214,22 @@ def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[Raw
         leading.append(row)
         if isinstance(row.value, Mapping):
             _refuse_pair(row, examples)
-            known = detect_format(row.value, examples.columns, examples.reads)
+            known = detect_format(row.value, examples.columns, _formats_of(examples.reads))
             if known is not None:
                 return known, leading
             from finetune.data.column_advice import describe_unknown_columns
 
             raise DataError(describe_unknown_columns(row, examples))
-    first = next(iter(FORMATS_OF[examples.reads].values()))
+    first = next(iter(_formats_of(examples.reads).values()))
     return first, leading  # no row could be read: each is reported with its own problem
+
+
+def _formats_of(reads: Reads) -> Mapping[str, Format]:
+    if reads == "answers":
+        return FORMATS
+    from finetune.data.preference_formats import FORMATS_OF
+
+    return FORMATS_OF[reads]
 
 
 def _refuse_pair(row: RawRow, examples: Examples) -> None:
@@ -309,7 +302,7 @@ class _Columns:
         self._names: dict[str, str] = {}
         self._seen: dict[str, bool] = {}  # whether a cell of the column holds something
         self._marks: dict[str, str] = {}  # columns in which all cells are labels, and the first label
-        self._labels: dict[str, _Labels] = {}
+        self._labels: dict[str, LabelColumn] = {}
         self._unread: dict[str, RawRow] = {}
         self.has_turns = False
 
@@ -322,16 +315,18 @@ class _Columns:
             self._seen[name] = self._seen.get(name, False) or bool(value)
             if name not in self._names.values() and self._marks.get(name) != "" and value not in (None, ""):
                 word = str(value).strip().lower()
-                self._marks[name] = self._marks.get(name, word) if word in chain(*_MARKS) else ""
+                self._marks[name] = self._marks.get(name, word) if word in chain(*LABEL_WORDS) else ""
         for name in find_unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
             self._unread.setdefault(name, row)
         if "label" in columns and "label" not in self._known.columns and self._reads not in ("prompts", "rejected"):
             name = columns["label"]
-            self._labels.setdefault(name, _Labels(name)).add(row, place)
+            from finetune.data.labels import LabelColumn
+
+            self._labels.setdefault(name, LabelColumn(name)).add(row, place)
 
     def check(self, num_rows: int) -> str:
         """Refuse rows with labels or other parts that are not read. Returns a note for the log."""
-        note = "".join(labels.check(self._examples, num_rows) for labels in self._labels.values())
+        note = "".join(labels.check(self._examples, self._examples.label, num_rows) for labels in self._labels.values())
         for name, row in self._unread.items():
             if not may_be_unread(name):
                 from finetune.data.column_advice import describe_unread_column
@@ -363,63 +358,6 @@ class _Columns:
         words = "true or false" if self._marks.get(name) in ("true", "false") else "good or bad"
         note = f" ({words}; data.columns.label={name} makes it the label)" if may_be_label else ""
         return show_names([name]) + note
-
-
-class _Labels:
-    """The values of a column that may mark answers as good or bad."""
-
-    def __init__(self, column: str) -> None:
-        self.column = column
-        self._counts: Counter[str] = Counter()
-        self._first: dict[str, tuple[str, RawRow]] = {}
-        self._is_boolean = False
-
-    def add(self, row: RawRow, place: str) -> None:
-        """Count the label of a row. All texts that are no label count as one."""
-        label = row.value[self.column]
-        word = str(label).strip().lower()
-        if word in ("", "none"):
-            return
-        word = word if word in LABELS else "other"
-        self._counts[word] += 1
-        self._first.setdefault(word, (place, row))
-        self._is_boolean |= isinstance(label, bool)
-
-    @property
-    def are_numbers(self) -> bool:
-        """Whether all labels are 0, 1 or -1: good and bad, or the classes of a classification set."""
-        return bool(self._counts) and self._counts.keys() <= LABELS.keys() and not self._are_sure
-
-    @property
-    def _are_sure(self) -> bool:
-        return self._is_boolean or (bool(self._counts) and self._counts.keys() <= {*chain(*_MARKS)})
-
-    def check(self, examples: Examples, num_rows: int) -> str:
-        """Refuse rows that are marked as good or bad. Training would learn the bad answers like the good ones.
-
-        The column holds booleans, or only the words true and false, or good and bad. Numbers may also be the classes of
-        a classification set, so such a column is left unused.
-
-        Returns:
-            A note for the log if the labels are numbers, else nothing.
-
-        Raises:
-            DataError: the rows are marked.
-        """
-        column = self.column
-        if not self._are_sure:
-            numbers = sorted(self._counts, key=float) if self.are_numbers else []
-            named = " or ".join(numbers)
-            return f" ({column} is {named}, which is not read as bad or good: every row is used)" if numbers else ""
-        good, bad = next((pair for pair in _MARKS if self._counts.keys() & {*pair}), _MARKS[0])
-        first = bad if bad in self._first else good
-        place, row = self._first[first]
-        from finetune.data.column_advice import advise_on_labels
-
-        raise DataError(
-            f"{examples.label}: the column {column} is {good} in {self._counts[good]:,} of {num_rows:,} rows and {bad} "
-            f"in {self._counts[bad]:,}; the first {first} is {place}. {advise_on_labels(row, examples, column, bad)}"
-        )
 
 
 def _how_written(example: Example) -> str:

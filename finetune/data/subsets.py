@@ -14,7 +14,7 @@ import torch
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.splits import unique_names
+from finetune.data.mixture import unique_names
 from finetune.data.values import quote
 from finetune.errors import DataError
 from finetune.logs import waiting

@@ -10,8 +10,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from finetune.data.compressed import MOST_RATIO, most_unpacked
 from finetune.errors import DataError
 from finetune.logs import hear_libraries
+from finetune.units import format_bytes
 
 _ROWS_AT_ONCE = 16
 """Rows of a Parquet file. Each of them may be large."""
@@ -59,13 +61,15 @@ def csv_rows(
         raise DataError(f"{problem}. Correct the file, and save it as UTF-8.") from None
 
 
-def parquet_rows(path: Path, label: str, most: int, too_much: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file. `too_much` is the problem if they unpack to more than `most` bytes."""
+def parquet_rows(path: Path, label: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file. A dictionary may repeat a value, so the unpacked rows are counted."""
     from datasets import Features
     from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
     from pyarrow.types import is_dictionary
 
+    most = most_unpacked(path)
+    too_much = f"it unpacks to more than {format_bytes(most)}, over {MOST_RATIO} times its size"
     unpacked = 0
     try:
         with ParquetFile(path) as file:

@@ -111,7 +111,9 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
     for number, turn in enumerate(_turns_of_exchanges(turns)):
         parsed.append(_parse_turn(turn, f"{column}[{number}]", keys))
         if str(turn.get(keys.role)).lower() in _CALL_ROLES:
-            _join_calls(parsed)
+            from finetune.data.tool_calls import join_calls
+
+            join_calls(parsed)
     weights = [turn.pop("weight", 1) for turn in parsed]
     offered = [turn.pop("tools") for turn in parsed if "tools" in turn]
     of_row = parse_tools(tools)
@@ -119,7 +121,10 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
         raise BadRowError("there is a column tools and a turn with tools too; expected one of them")
     if any(json.loads(other) != json.loads(offered[0]) for other in offered[1:]):
         raise BadRowError(f"{column} has turns with tools that differ; expected one list of tools for the conversation")
-    _check_links(parsed, column)
+    if any("tool_call_id" in turn for turn in parsed):
+        from finetune.data.tool_calls import check_links
+
+        check_links(parsed, column)
     learnt = (k for k, turn in enumerate(parsed) if turn["role"] == "assistant" and weights[k])
     return Dialogue(tuple(parsed), tuple(learnt), next(iter(offered), of_row))
 
@@ -160,10 +165,11 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
         raise BadRowError(f"{where}.{keys.role} is {quote(written)}; expected {', '.join(others)} or {last}")
     texts = {key: parse_text(present.pop(key), f"{where}.{key}") for key in REASONING_KEYS if key in present}
     thinking = text if (text := _only_value(texts, where) or "").strip() else ""
-    written_calls = _take_calls(present, keys, lower, where) or []
-    if not isinstance(written_calls, list):
-        raise BadRowError(f"{where}.tool_calls is {quote(written_calls)}; expected a list of calls")
-    calls = [_parse_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(written_calls)]
+    calls: list[dict[str, Any]] = []
+    if written_calls := _take_calls(present, keys, lower, where):
+        from finetune.data.tool_calls import parse_calls
+
+        calls = parse_calls(written_calls, where)
     weight = _take_weight(present, role, where)
     says_more = role == "assistant" and bool(thinking or calls)
     text = present.pop(keys.content, None)
@@ -217,26 +223,6 @@ def _parse_content(turn: Mapping[Any, Any], content: object, where: str, keys: _
     return "".join(parse_text(part["text"], f"{where}[{number}].text") for number, part in enumerate(parts))  # type: ignore[index]
 
 
-def _parse_call(call: object, where: str) -> dict[str, Any]:
-    """Read a tool call. Its arguments are an object afterwards, also where they are JSON text, as in OpenAI's files."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise BadRowError(
-            f'{where} is {quote(call)}; expected {{"type": "function", "function": {{"name": …, "arguments": …}}}}'
-        )
-    written, place = function.get("arguments"), f"{where}.function.arguments"
-    if isinstance(written, str):
-        arguments = json_in_cell(parse_text(written, place) or "{}")
-    else:
-        arguments = json.loads(dump_json(written, place)) or {}
-    if not isinstance(arguments, dict):
-        refuse_python(written, place, is_text=False)
-        raise BadRowError(f"{place} is {quote(written)}; expected an object, or JSON text of one")
-    name = refuse_blank(parse_text(function.get("name"), f"{where}.function.name"), f"{where}.function.name")
-    identity = {"id": parse_text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
-    return {"type": "function", **identity, "function": {"name": name, "arguments": arguments}}
-
-
 def _take_calls(present: dict[str, Any], keys: _TurnKeys, role: str, where: str) -> object:
     """Take the tool calls out of a turn: `tool_calls`, OpenAI's older `function_call`, or a turn that is a call."""
     if role in _CALL_ROLES:
@@ -252,14 +238,6 @@ def _take_calls(present: dict[str, Any], keys: _TurnKeys, role: str, where: str)
     if (older := present.pop("function_call", None)) is not None:
         given["function_call"] = [{"function": older}]
     return _only_value(given, where)
-
-
-def _join_calls(turns: list[Turn]) -> None:
-    """Join the last turn, which is tool calls, to a turn of the assistant just before it."""
-    *_, before, last = [text_turn("user", ""), *turns]
-    if before["role"] == "assistant" and before.get("weight", 1) == last.get("weight", 1):
-        before["tool_calls"] = [*before.get("tool_calls", ()), *last["tool_calls"]]
-        turns.pop()
 
 
 def _take_weight(present: dict[str, Any], role: str, where: str) -> int | None:
@@ -314,16 +292,3 @@ def _turns_of_exchanges(turns: Sequence[Any]) -> list[Any]:
         for turn in turns
         for speaker, role in zip(speakers, ("user", "assistant"), strict=True)
     ]
-
-
-def _check_links(turns: Sequence[Turn], column: str) -> None:
-    """Check that each result names an earlier call. Most templates match results and calls by their order."""
-    known: set[str] = set()
-    for number, turn in enumerate(turns):
-        known |= {call["id"] for call in turn.get("tool_calls", ()) if "id" in call}
-        call_id = turn.get("tool_call_id")
-        if call_id is not None and known and call_id not in known:
-            raise BadRowError(
-                f"{column}[{number}].tool_call_id is {quote(call_id)}; expected the id of a call before it: "
-                f"{', '.join(sorted(known))}"
-            )

@@ -23,8 +23,9 @@ from torch.nn import functional
 
 from finetune import __version__
 from finetune.config.compose import compose
-from finetune.config.config_files import list_configs, resolve_shipped
-from finetune.config.keys import did_you_mean
+from finetune.config.config_files import resolve_shipped
+from finetune.config.key_advice import did_you_mean
+from finetune.config.listing import list_configs
 from finetune.config.schema import LoraSection, ModelSection, OptimSection
 from finetune.data.batches import pad
 from finetune.data.encode import encode_examples

@@ -18,6 +18,7 @@ from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import EncodedLabelled, EncodedPairs
 from finetune.data.templates import AnswerTokens
+from finetune.data.turns import dialogue_of, text_turn
 from finetune.diagnose.preview_splits import (
     NamedRows,
     Piece,
@@ -440,12 +441,28 @@ def _judge_fit(
 def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Find a chat template without a generation prompt: the model would have to write the header of its answers."""
     is_chat = tokenizer.chat_template is not None and any(rows.row_type != "text" for rows in splits.values())
-    header = ChatTemplate(tokenizer).unopened_header() if is_chat else ""
+    header = _unopened_header(ChatTemplate(tokenizer)) if is_chat else ""
     if header:
         shown = on_one_line(header)
         message = f"the chat template has no generation prompt: {shown} carries loss, and no prompt will end with it"
         fix = "give a template that renders it if add_generation_prompt is true (data.chat_template)"
         yield problem("Data", message, fix)
+
+
+def _unopened_header(template: ChatTemplate) -> str:
+    """Return the header of an answer if no generation prompt opens it, so that the model must write it; else ''."""
+    question = (text_turn("user", "probe-1"),)
+    answered = (*question, text_turn("assistant", "probe-2"))
+    prompt, closed, conversation = (
+        template.render([dialogue_of(turns)], with_prompt=with_prompt)[0]
+        for turns, with_prompt in ((question, True), (question, False), (answered, False))
+    )
+    if not (isinstance(prompt, str) and isinstance(closed, str) and isinstance(conversation, str)):
+        return ""
+    if not (closed.startswith(prompt) and conversation.startswith(prompt)):
+        return ""
+    header, separator, _ = conversation.removeprefix(prompt).partition("probe-2")
+    return header.strip() if separator else ""
 
 
 def _judge_targets(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune.config.checks import refuse_missing_trackers
 from finetune.config.config_files import absolute
 from finetune.config.schema import DataSection
 from finetune.config.yaml_reader import OVERRIDES
@@ -216,7 +215,9 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     _record_other_device(wished_device(config), runtime)
     _record_output_device(config, runtime)
     _check_sharding(config, runtime)
-    if trains and runtime.is_main_process:
+    if trains and runtime.is_main_process and config.training.report_to:
+        from finetune.config.trackers import refuse_missing_trackers
+
         refuse_missing_trackers(config)
 
 

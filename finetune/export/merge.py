@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from finetune.config.compose import load_run_config
 from finetune.config.hub import cached_file
+from finetune.config.run_config import load_run_config
 from finetune.engine.decoder import bare_model
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload

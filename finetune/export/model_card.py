@@ -14,8 +14,8 @@ from typing import Any
 import jinja2
 import yaml
 
-from finetune.config.compose import load_run_config
 from finetune.config.config_files import SHIPPED_PREFIX
+from finetune.config.run_config import load_run_config
 from finetune.config.schema import Config, as_list
 from finetune.data.readers import SUFFIXES, suffix_of
 from finetune.export.compressed_folder import SchemeName

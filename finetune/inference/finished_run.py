@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.compose import load_run_config
+from finetune.config.run_config import load_run_config
 from finetune.config.schema import Config, ModelSection, ParallelSection
 from finetune.errors import CheckpointError, ConfigError, ModelError, first_line
 from finetune.fallbacks import Fallback

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.config_files import resolve_shipped
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
-from finetune.data.formats import FORMATS, FORMATS_OF, Example, detect_format, parse_row
+from finetune.data.formats import FORMATS, PROMPTS, Example, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line, suffix_of
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
@@ -180,9 +180,9 @@ def parse_prompt(raw: RawRow, place: str) -> Prompt:
     value = raw.value
     if isinstance(value, str):
         return _open_prompt(parse_text(value, "the row"), place)
-    if isinstance(value, Mapping) and detect_format(value, {}) is FORMATS["text"]:
+    if isinstance(value, Mapping) and detect_format(value, {}, FORMATS) is FORMATS["text"]:
         return Prompt(source=place, text=parse_row(value, FORMATS["text"], {}).text)
-    row = parse_row(value, FORMATS_OF["prompts"]["prompts"], {}, is_table=raw.is_table)
+    row = parse_row(value, PROMPTS, {}, is_table=raw.is_table)
     if row.row_type == "prompt_completion":
         return _open_prompt(row.prompt, place, expected=row.completion or None)
     *before, last = row.messages

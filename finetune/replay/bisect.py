@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
+from finetune.config.run_config import config_from_record
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, first_line
 from finetune.replay.causes import Cause, ComparedSide, cause_in_facts, cause_in_key, cause_in_steps, first_divergence
 from finetune.replay.steps import LOSS_BOUNDS, StepPlan, replay_config

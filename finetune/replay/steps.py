@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.compose import load_run_config
+from finetune.config.run_config import load_run_config
 from finetune.config.schema import ParallelSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.batches import TrainLoader

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.config.compose import load_run_config
+from finetune.config.run_config import load_run_config
 from finetune.errors import FinetuneError
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.row_record import read_row_record

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config.keys import on_resume, values
-from finetune.config.run_paths import is_same_path, recorded_paths
+from finetune.config.run_paths import recorded_paths
+from finetune.config.saved import is_same_path
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.config.keys import expected, fields
+from finetune.config.key_advice import expected
+from finetune.config.keys import fields
 from finetune.errors import ConfigError
 
 _RANGE = re.compile(r"(log|uniform|int)\((.*)\)")

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.compose import compose, overrides_of
+from finetune.config.compose import compose
 from finetune.config.config_files import local_path
-from finetune.config.keys import did_you_mean, did_you_mean_key, fields, values
+from finetune.config.key_advice import did_you_mean, did_you_mean_key
+from finetune.config.keys import fields, values
+from finetune.config.python_values import overrides_of
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES

@@ -18,8 +18,9 @@ from finetune.config.config_files import local_path, resolve_shipped
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, loader_keys_on
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
+from finetune.data.held_out import parse_split_size
 from finetune.data.row_file import RowFacts, RowWriter, map_rows, rows_in_memory, write_rows
-from finetune.data.splits import parse_split_size, shuffled
+from finetune.data.splits import shuffled
 from finetune.data.templates import AnswerTokens, TokenisedRow, stop_ids
 from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.fallbacks import Fallback

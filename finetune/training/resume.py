@@ -13,9 +13,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
-from finetune.config.run_paths import is_same_path, recorded_paths
+from finetune.config.run_config import config_from_record
+from finetune.config.run_paths import recorded_paths
+from finetune.config.saved import is_same_path
 from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.comparison import differing

@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.keys import did_you_mean
 from finetune.data.splits import shuffled
 from finetune.errors import ConfigError, DataError
 from finetune.runs.metrics import FORGOTTEN, sign_of, subset_key
@@ -148,6 +147,7 @@ def check_criteria(
         ("checkpoint.best_metric", config.checkpoint.best_metric),
     ):
         if name not in known and not ("/" in name and name.partition("/")[0] in later):
+            from finetune.config.key_advice import did_you_mean
             from finetune.inference.answers import METRICS
 
             advice = (

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from finetune.config.compose import compose
-from finetune.config.config_files import list_configs, list_model_families, other_models, shipped_folder
+from finetune.config.config_files import shipped_folder
 from finetune.config.keys import fields
+from finetune.config.listing import list_configs, list_model_families, other_models
 
 SHIPPED = {
     "run": ["grpo_quickstart", "grpo_tools_quickstart", "quickstart", "train_ddp"],

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.config.compose import compose, config_from_dict, config_from_record
+from finetune.config.compose import compose, config_from_dict
 from finetune.config.older_spelling import ADDED, REMOVED, RENAMED, TABLE
 from finetune.config.render import resolved_yaml
+from finetune.config.run_config import config_from_record
 from finetune.config.schema import ALIASES, Config
 from finetune.errors import ConfigError
 

@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 
-from finetune.config.keys import did_you_mean_key, fields
+from finetune.config.key_advice import did_you_mean_key
+from finetune.config.keys import fields
 from finetune.config.other_tools import KEYS, OUR_NAME, SENTENCES, VALUES
 
 

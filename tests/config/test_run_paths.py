@@ -10,7 +10,8 @@ import pytest
 
 from finetune.config.compose import compose
 from finetune.config.render import resolved_yaml
-from finetune.config.run_paths import is_same_path, recorded_paths, resolved_paths
+from finetune.config.run_paths import recorded_paths, resolved_paths
+from finetune.config.saved import is_same_path
 from finetune.config.schema import Config
 
 PATHS = {

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from finetune.config import load_config
-from finetune.config.compose import compose, config_from_dict, overrides_of
+from finetune.config.compose import compose, config_from_dict
 from finetune.config.config_files import local_path, path_exists
+from finetune.config.python_values import overrides_of
 from finetune.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("write")

@@ -12,7 +12,7 @@ import pytest
 from backports import zstd
 from datasets import Dataset
 
-from finetune.data import readers
+from finetune.data import compressed, readers
 from finetune.data.readers import FileRows
 from finetune.errors import DataError
 
@@ -60,7 +60,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, suffix, name):
-    monkeypatch.setattr(readers, "ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(compressed, "ALWAYS_BYTES", 1 << 20)
     row = {"a.json": '{"text": "%s"},', "a.csv": "a,%s\n"}.get(name, '{"text": "%s"}\n').encode() % (b"a" * 1000)
     start, end = {"a.json": (b"[", b"1]"), "a.csv": (b"prompt,completion\n", b"")}.get(name, (b"", b""))
     rows = file_rows(tmp_path / f"{name}{suffix}", COMPRESS[suffix](start + row * ((2 << 20) // len(row)) + end))
@@ -73,8 +73,8 @@ def test_a_parquet_file_that_unpacks_to_far_more_is_refused_by_its_sizes(tmp_pat
     file = tmp_path / "a.parquet"
     Dataset.from_list([{"prompt": "a" * (2 << 20), "completion": "b"}]).to_parquet(file)
     assert len(list(FileRows(file, "a.parquet").rows())) == 1
-    monkeypatch.setattr(readers, "ALWAYS_BYTES", 1 << 20)
-    monkeypatch.setattr(readers, "MOST_RATIO", 2)
+    monkeypatch.setattr(compressed, "ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(compressed, "MOST_RATIO", 2)
     with pytest.raises(
         DataError, match=r"a\.parquet cannot be read as parquet: ValueError: it unpacks to more than [\d.]+ MB"
     ):

@@ -13,8 +13,9 @@ from datasets import Dataset
 from finetune.cli.sweep import has_validation
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import holds_out_by_default, load_examples
+from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split
 from finetune.data.preferences import encode_preferences
-from finetune.data.splits import SplitSize, digest_row, parse_split_size, rows_of_split, shuffled
+from finetune.data.splits import digest_row, shuffled
 from finetune.errors import DataError
 from tests.data.conftest import encode
 from tests.tiny import tiny_tokenizer

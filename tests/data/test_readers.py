@@ -8,7 +8,8 @@ import pytest
 from datasets import Dataset
 from pyarrow.parquet import write_table
 
-from finetune.data.readers import DatasetRows, FileRows
+from finetune.data.hub import DatasetRows
+from finetune.data.readers import FileRows
 from finetune.errors import DataError
 
 ROWS = [{"text": 'one, "two"\nthree'}, {"text": "007"}, {"text": "null"}]

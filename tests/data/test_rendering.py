@@ -85,7 +85,7 @@ def test_a_refusal_is_of_one_row() -> None:
 @pytest.mark.process
 def test_another_process_takes_the_place_of_one_that_was_killed() -> None:
     def child() -> int:
-        (found,) = (each for each in psutil.Process().children() if "finetune.data.rendering" in each.cmdline())
+        (found,) = (each for each in psutil.Process().children() if "finetune.data.rendering_process" in each.cmdline())
         return found.pid
 
     template = ChatTemplate(tiny_tokenizer())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.data.encoded import EncodedExamples
-from finetune.data.splits import names_of_sources
+from finetune.data.mixture import names_of_sources
 from finetune.data.subsets import MOST_VALUES, by_column
 from finetune.errors import DataError
 from tests.data.conftest import encode

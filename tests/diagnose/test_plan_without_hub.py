@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import which_gpu
 from finetune.config import hub
 from finetune.config.compose import compose
-from finetune.config.config_files import list_configs
+from finetune.config.listing import list_configs
 from finetune.config.schema import ModelSection
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.planner import Planner

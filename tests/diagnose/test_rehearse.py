@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compose import compose
-from finetune.config.config_files import list_configs
+from finetune.config.listing import list_configs
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.diagnose.rehearsal import Rehearsal, _merge, _train, _write_stand_in
 from finetune.diagnose.rehearsal_overrides import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.config.compose import compose
-from finetune.config.config_files import list_configs
+from finetune.config.listing import list_configs
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
 from finetune.distributed.accelerate_library import forget_accelerate

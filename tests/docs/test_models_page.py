@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune.config.compose import compose
-from finetune.config.config_files import list_configs
+from finetune.config.listing import list_configs
 from finetune.diagnose.family import PROMISES
 from finetune.model.published import published_sizes
 from tools.families import BEGIN, END, FAMILIES, PAGE, read_record, table

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from finetune.config.checks import is_tracker_installed
 from finetune.config.compose import load_config
+from finetune.config.trackers import is_tracker_installed
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder

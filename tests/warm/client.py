@@ -33,7 +33,7 @@ asked = words[1:] if words[:1] == ["-u"] else words  # as torchrun starts its wo
 # As a sweep or a rehearsal starts its commands, a search what computes elsewhere, a comparison a server, an export what
 # reads or writes models, and a run its helpers.
 _MODULES = """
-    finetune finetune.data.parallel finetune.data.rendering finetune.replay.trace
+    finetune finetune.data.parallel finetune.data.rendering_process finetune.replay.trace
     finetune.training.rewards.tool_process onnxruntime_genai.models.builder vllm.entrypoints.openai.api_server
 """.split()
 _SCRIPTS = ("/plain_reload.py", "/export/compressor.py")
