@@ -99,6 +99,17 @@ def rows_to_test(config: Config, splits: Any) -> Any:
     return splits.validation if splits.test is None and is_held_out else splits.test
 
 
+def describe_held_out(config: Config, splits: Any) -> str:
+    """Say how many rows `data.validation=auto` held out, and what follows; empty if it held out none."""
+    if splits.validation is None or not holds_out_by_default(config.data):
+        return ""
+    held_out = counted(len(splits.validation), config.objective.example_name)
+    return (
+        f"{held_out} held out to validate, so adapter/ will hold the best step, not the last; "
+        "data.validation=null trains on them too"
+    )
+
+
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
     """Raise DataError if `drop_last` leaves nothing of a split. `rule` belongs to the training split."""
     if rule.steps_per_epoch == 0:
