@@ -108,9 +108,10 @@ class Hooks:
 
         factory: Any = self.optimizer
         if is_optimizer(factory) and model is not None:
-            from finetune.training.optim import same_optimizer
+            from finetune.training.given_optimizer import same_optimizer
+            from finetune.training.optim import trainable_parameters
 
-            factory = same_optimizer(factory, model)
+            factory = same_optimizer(factory, trainable_parameters(model))
         optim = config.optim.with_factory(factory, name_of_code(self.optimizer))
         return config.model_copy(update={"optim": optim})
 

@@ -14,7 +14,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from finetune.logs import log_above, task_on_view, waiting
+from finetune.live_log import log_above
+from finetune.logs import task_on_view, waiting
 from finetune.runs.view import RunView
 from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show
 
