@@ -1,4 +1,4 @@
-"""Limits for what may never end: a call of a server, a library or a user's function; and a file that others made."""
+"""Open and read a file that others made: a regular one, of limited size."""
 
 from __future__ import annotations
 
@@ -6,62 +6,16 @@ import errno
 import logging
 import os
 import stat
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
 from io import BufferedReader
 from pathlib import Path
-from threading import Thread
-from typing import TypeVar
 
 MOST_BYTES = 16 << 20
 """The largest file of a run that is read whole, unless it has a limit of its own."""
 _MOST_BYTES_OF_MODEL = 256 << 20
 _READ_WHOLE = (".json", ".jinja", ".model", ".txt")
 _READ_BY_LIBRARIES = (*_READ_WHOLE, ".safetensors", ".bin")
-_LOOK_SECONDS = 0.1
 _TYPES = {"-": "a regular file", "d": "a folder", "l": "a symbolic link", "p": "a FIFO", "s": "a socket"}
 _log = logging.getLogger(__name__)
-
-_Value = TypeVar("_Value")
-
-
-class DeadlineExceededError(Exception):
-    """A call has not returned in time."""
-
-
-class StopRequestedError(Exception):
-    """The run was asked to stop during a call."""
-
-
-def call_within(
-    seconds: float, call: Callable[[], _Value], *, name: str, is_to_stop: Callable[[], bool] = lambda: False
-) -> _Value:
-    """Return what a call returns, and raise what it raises. A daemon thread runs it, even after the deadline.
-
-    `is_to_stop` is asked ten times a second; True ends the waiting. Many libraries limit only the time of each read, so
-    a slow sender has no limit there.
-
-    Raises:
-        DeadlineExceededError: the call has not returned after so many seconds.
-        StopRequestedError: `is_to_stop` returned True.
-    """
-    outcome: Future[_Value] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # the caller gets it, SystemExit too
-            outcome.set_exception(error)
-
-    ends = time.monotonic() + seconds
-    Thread(target=run, name=name, daemon=True).start()
-    while not wait([outcome], timeout=min(_LOOK_SECONDS, max(0.0, ends - time.monotonic()))).done:
-        if is_to_stop():
-            raise StopRequestedError
-        if time.monotonic() >= ends:
-            raise DeadlineExceededError
-    return outcome.result()
 
 
 def open_regular(path: Path, *, most: int | None = None, follows_links: bool = False) -> BufferedReader:

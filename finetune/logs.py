@@ -16,13 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from finetune.terminal import as_one_message, fold, prepare_streams, visible
 from finetune.units import format_duration
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PACKAGE = "finetune"
 _HANDLER_NAME = "finetune-stderr"
@@ -30,7 +27,6 @@ _LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "transformers
 _COLOURS = {"warning": "1;35", "error": "1;31", "critical": "1;31"}
 """Magenta and red are readable on light and on dark backgrounds; yellow is not."""
 
-_MOMENT_SECONDS = 0.3
 SILENCE_SECONDS = 10.0
 """The log has a line at least this often while a slow task runs."""
 _one_line = threading.Lock()
@@ -217,30 +213,6 @@ def hear_libraries() -> None:
         logging.getLogger(name).handlers = [_Forwarder()]
 
 
-@contextmanager
-def log_above(console: Console) -> Iterator[None]:
-    """Print lines of the log above a live view on the same screen, without those that repeat the view."""
-    from rich.file_proxy import FileProxy
-
-    handlers = (
-        handler for handler in logging.getLogger(PACKAGE).handlers if isinstance(handler, logging.StreamHandler)
-    )
-    moved = [(handler, handler.stream) for handler in handlers if handler.stream is sys.stderr]
-    for handler, stream in moved:
-        handler.setStream(FileProxy(console, stream))
-        handler.addFilter(_is_not_on_view)
-    try:
-        yield
-    finally:
-        for handler, stream in moved:
-            handler.removeFilter(_is_not_on_view)
-            handler.setStream(stream)
-
-
-def _is_not_on_view(record: logging.LogRecord) -> bool:
-    return not getattr(record, "is_on_view", False)
-
-
 def _note_time(_: logging.LogRecord) -> bool:
     global _last_line
     _last_line = time.monotonic()
@@ -310,26 +282,10 @@ def _lines_in_silence() -> Iterator[None]:
         thread.join()
 
 
-@contextmanager
-def _waiting_line() -> Iterator[None]:
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-    from rich.theme import Theme
+def _waiting_line() -> AbstractContextManager[None]:
+    from finetune.live_log import waiting_line
 
-    console = Console(stderr=True, theme=Theme({"progress.elapsed": "", "progress.spinner": "green"}))
-    text = TextColumn("{task.fields[innermost]}", markup=False, table_column=Column(overflow="fold"))
-    line = Progress(SpinnerColumn(), text, TimeElapsedColumn(), console=console, transient=True, redirect_stdout=False)
-    line.add_task("", total=None, innermost=_Innermost())
-    start = threading.Timer(_MOMENT_SECONDS, line.start)
-    start.start()
-    try:
-        with log_above(console):
-            yield
-    finally:
-        start.cancel()
-        start.join()
-        line.stop()
+    return waiting_line(_Innermost())
 
 
 def log_to_file(path: Path) -> logging.Handler:

@@ -316,7 +316,7 @@ def _measure(
         from finetune.inference.finished_run import read_finished_run
         from finetune.inference.forgetting import measure_forgetting
         from finetune.inference.suites import measure_suites
-        from finetune.runs.row_record import read_row_record
+        from finetune.runs.recorded_rows import read_row_record
         from finetune.training.measuring import KnownRows, measure_split
 
     recorded = read_row_record(run.folder)

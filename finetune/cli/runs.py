@@ -23,8 +23,8 @@ from finetune.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from finetune.runs.recorded_run import RecordedRun
+    from finetune.runs.saved_folders import SavedFolder
     from finetune.runs.state import TrainerState
-    from finetune.runs.verification import SavedFolder
 
 
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}

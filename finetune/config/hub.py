@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import first_line
-from finetune.limits import DeadlineExceededError, call_within
 from finetune.logs import waiting
 from finetune.terminal import without_passwords
 

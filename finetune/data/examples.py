@@ -20,7 +20,6 @@ from finetune.data.readers import SUFFIXES, FileRows, JoinedRows, RowSource, ste
 from finetune.data.rows import Examples
 from finetune.data.splits import SPLIT_NAMES, files_of_splits, in_order
 from finetune.errors import ConfigError, DataError
-from finetune.limits import DeadlineExceededError, call_within
 from finetune.logs import waiting, warnings_only
 from finetune.runs.durable import describe_os_error
 from finetune.terminal import without_passwords
@@ -204,6 +203,8 @@ def _matching(pattern: str) -> list[str]:
     """Return the files of rows that a glob matches, in order."""
     if not is_list_or_glob(pattern):
         return []
+    from finetune.deadlines import DeadlineExceededError, call_within
+
     try:
         search = partial(glob, str(local_path(pattern)), recursive=True)
         matches = call_within(SEARCH_SECONDS, search, name="search for files")

@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 
 from finetune.config.config_files import local_path
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, suffix_of, suffixes_of
+from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import DataError, PreemptedError, extra_command, first_line
-from finetune.limits import DeadlineExceededError, StopRequestedError, call_within, is_own_file
+from finetune.limits import is_own_file
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error, replacing
 from finetune.runs.file_lock import file_lock

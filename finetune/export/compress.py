@@ -39,7 +39,7 @@ from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
 from finetune.runs.model_files import LoadedRun
-from finetune.runs.row_record import read_row_record
+from finetune.runs.recorded_rows import read_row_record
 from finetune.training.measuring import KnownRows, measure_split
 
 PYTHON = "FINETUNE_LLMCOMPRESSOR"

@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.errors import ConfigError
 from finetune.inference.answers import SHARES
 from finetune.inference.forgetting import Forgetting
 from finetune.inference.verdict import PairedVerdict, judge_rows
-from finetune.runs.row_record import RowChanges
 from finetune.terminal import print_table, print_texts, say
 from finetune.units import counted
+
+if TYPE_CHECKING:
+    from finetune.runs.recorded_rows import RowChanges
 
 ModelName = Literal["base", "tuned"]
 

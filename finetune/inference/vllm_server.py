@@ -22,10 +22,10 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.config.schema import split_server_address
+from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import ConfigError, NoRowsError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.vllm_answers import Choice, Limits, LoadedModel, read_choices, read_models, read_tokens
-from finetune.limits import DeadlineExceededError, StopRequestedError, call_within
 from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from finetune.data.batches import TrainLoader
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
 from finetune.model.lora import without_adapter
-from finetune.runs.checkpoints import load_checkpoint
+from finetune.runs.checkpoint_loading import load_checkpoint
 from finetune.runs.comparison import loss_difference
 from finetune.runs.model_files import load_model
 from finetune.runs.record import read_run_record

@@ -15,7 +15,8 @@ from itertools import accumulate
 from typing import Any
 
 from finetune.report.sentences import format_number
-from finetune.runs.metrics import FORGOTTEN, measured_beside_loss, subset_key, subset_metrics_in
+from finetune.runs.metrics import FORGOTTEN, subset_key
+from finetune.runs.metrics_reader import measured_beside_loss, subset_metrics_in
 from finetune.runs.recorded_run import Points, RecordedRun, finite
 from finetune.terminal import visible
 

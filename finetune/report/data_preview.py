@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from finetune.config.run_config import load_run_config
 from finetune.errors import FinetuneError
+from finetune.runs.recorded_rows import read_row_record
 from finetune.runs.recorded_run import RecordedRun
-from finetune.runs.row_record import read_row_record
 from finetune.units import counted
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from finetune.model.published import published_sizes
 from finetune.report.page import page_template
 from finetune.runs.durable import describe_os_error, replace_file
 from finetune.runs.metrics import number_in
+from finetune.runs.recorded_rows import read_row_record
 from finetune.runs.recorded_run import RecordedRun, mapping
-from finetune.runs.row_record import read_row_record
 
 NOT_KNOWN = "not known"
 JSON_NAME, PAGE_NAME = "receipt.json", "receipt.html"

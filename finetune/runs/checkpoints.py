@@ -1,4 +1,4 @@
-"""Save, load, prune and publish the checkpoints of a run. Only the main process writes."""
+"""Save, prune and publish the checkpoints of a run. Only the main process writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +16,8 @@ from finetune.errors import CheckpointError, RunFailedError
 from finetune.limits import open_regular
 from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run, read_manifest, remove_folder
 from finetune.runs.folder import RunFolder
-from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
-from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
+from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer
+from finetune.runs.optimizer_file import encode_optimizer
 from finetune.runs.state import STATE_FILE, TrainerState, read_state
 from finetune.runs.tensors import TensorFile
 from finetune.runs.verification import (
@@ -167,24 +166,9 @@ def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[]
             yield chunk
 
     files = {name: interruptible(chunks) for name, chunks in snapshot.files.items()}
-    _commit(path, files, doing="Saving checkpoint")
+    commit_files(path, files, doing="Saving checkpoint")
     _log.info("checkpoint committed step=%d", snapshot.step)
     return path
-
-
-def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainerState:
-    """Load a checkpoint into a bare model and an optimizer of the same types, on any device.
-
-    Every rank may call it. All names and shapes are checked. The digests are not: `newest_valid` or `verify` has
-    checked them.
-
-    Raises:
-        CheckpointError: it does not fit the model or the optimizer, or a file cannot be read.
-    """
-    state = read_state(path)
-    load_model(model, path)
-    load_optimizer(model, optimizer, path)
-    return state
 
 
 def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
@@ -225,7 +209,7 @@ def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTo
     files: dict[str, Chunks] = {name: _read_chunks(checkpoint / name) for name in names}
     if tokenizer is not None and not manifest.keys() & set(TOKENIZER_FILES):
         files |= encode_tokenizer(tokenizer)
-    _commit(folder.adapter, files, doing="Publishing", expected=manifest)
+    commit_files(folder.adapter, files, doing="Publishing", expected=manifest)
     return folder.adapter
 
 
@@ -239,29 +223,11 @@ def save_base(folder: RunFolder, model: torch.nn.Module, tokenizer: PreTrainedTo
     """
     if not folder.base.is_dir() or verify_published(folder.base):
         files = {**encode_full_model(model), **(encode_tokenizer(tokenizer) if tokenizer is not None else {})}
-        _commit(folder.base, files, doing="Saving base model")
+        commit_files(folder.base, files, doing="Saving base model")
     return folder.base
 
 
-@contextmanager
-def adapter_for_server(folder: RunFolder, model: torch.nn.Module) -> Iterator[Path]:
-    """Write the adapter of a PeftModel as PEFT reads it, for a server that loads it, and remove it after the block.
-
-    Raises:
-        RunFailedError: the disk is full or failing.
-    """
-    path = folder.served_adapter
-    with disk_failures_end_the_run("Writing", path):
-        path.parent.mkdir(exist_ok=True)
-    _commit(path, encode_model(model, folder.base if folder.base.is_dir() else None), doing="Writing the adapter")
-    try:
-        yield path
-    finally:
-        with disk_failures_end_the_run("Removing", path):
-            remove_folder(path)
-
-
-def _commit(
+def commit_files(
     path: Path, files: Mapping[str, Chunks], *, doing: str, expected: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
     """Write a folder of files, and compare those in `expected` with their size and digest there."""

@@ -18,10 +18,12 @@ from finetune.limits import read_regular
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of, step_of
+from finetune.runs.metrics import Event, number_in, sign_of, step_of
+from finetune.runs.metrics_reader import Detail, EventsRead, read_events
 from finetune.runs.record import Status, read_run_record
+from finetune.runs.saved_folders import SavedFolder, examine_folder
 from finetune.runs.state import read_state
-from finetune.runs.verification import SavedFolder, examine_folder, newest_valid, verify_checkpoint, verify_published
+from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

@@ -8,19 +8,16 @@ bytes that say where it is from and how it was rendered (`ROW_FIELDS`).
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from finetune.limits import read_regular
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder
 
-_SPLITS = ("train", "validation", "test")
-_TOKENS, _EARLIER = "train.tokens", "train.earlier"
+TOKENS, EARLIER = "train.tokens", "train.earlier"
 ROWS, FILES = "rows", "files"
 """The training rows in their order, uint32 of shape (rows, fields), and the names of their files as JSON."""
 ROW_FIELDS = ("file", "line", "tokens", "target_tokens", "rendered", "raw")
@@ -28,34 +25,6 @@ ROW_FIELDS = ("file", "line", "tokens", "target_tokens", "rendered", "raw")
 _BYTES = 16
 MOST_BYTES = 1 << 31
 """Of a file that is read: more than 38 million training rows."""
-_log = logging.getLogger(__name__)
-
-
-class RowChanges(NamedTuple):
-    """How the rows of the data differ from those that the run recorded."""
-
-    missing: int
-    """Recorded rows that the data no longer has."""
-    new: int
-    """Rows of the data that are not recorded."""
-
-    def __str__(self) -> str:
-        """Return a clause for a message."""
-        return f"recorded rows that are missing: {self.missing:,}, new rows: {self.new:,}"
-
-
-class RowRecord(NamedTuple):
-    """The rows of a run, as digests in hex text."""
-
-    splits: Mapping[str, AbstractSet[str]]
-    """The `digest_row` of each row, by split."""
-    trained: AbstractSet[str]
-    """The digests of all rows that the run was ever trained on: `digest_row`, and the digests of their tokens."""
-
-    def compare(self, rows: Iterable[str]) -> RowChanges:
-        """Compare the rows of all splits with the recorded ones."""
-        now, before = set(rows), set[str]().union(*self.splits.values())
-        return RowChanges(missing=len(before - now), new=len(now - before))
 
 
 def write_row_record(
@@ -64,11 +33,14 @@ def write_row_record(
     tokens: Iterable[str],
     rows: Sequence[Any] = (),
     files: Sequence[str] = (),
+    *,
+    earlier: AbstractSet[str] = frozenset(),
 ) -> None:
-    """Record the rows of a run that starts or resumes. Training rows of earlier starts stay recorded.
+    """Record the rows of a run that starts or resumes.
 
     `splits` has the `digest_row` of each row by split, `tokens` the digests of the tokens of the training rows. `rows`
-    has an array for each of `ROW_FIELDS`, and `files` the names of the files.
+    has an array for each of `ROW_FIELDS`, and `files` the names of the files. `earlier` has the rows of earlier starts,
+    which stay recorded: see `rows_of_earlier_starts`.
 
     Raises:
         RunFailedError: the file cannot be written.
@@ -76,10 +48,9 @@ def write_row_record(
     import numpy
     from safetensors.numpy import save
 
-    earlier = read_row_record(folder) if folder.checkpoint_steps() else None
-    recorded = {name: set(digests) for name, digests in splits.items()} | {_TOKENS: set(tokens)}
+    recorded = {name: set(digests) for name, digests in splits.items()} | {TOKENS: set(tokens)}
     # Rows that earlier starts trained on and that this start does not have.
-    recorded[_EARLIER] = set(earlier.trained if earlier else ()) - recorded["train"] - recorded[_TOKENS]
+    recorded[EARLIER] = set(earlier) - recorded["train"] - recorded[TOKENS]
     arrays = {
         name: numpy.frombuffer(bytes.fromhex("".join(sorted(digests))), numpy.uint8).reshape(-1, _BYTES)
         for name, digests in recorded.items()
@@ -89,21 +60,3 @@ def write_row_record(
         arrays[FILES] = numpy.frombuffer(json.dumps(files).encode(), numpy.uint8)
     with disk_failures_end_the_run("Writing", folder.row_file):
         replace_file(folder.row_file, save(arrays))
-
-
-def read_row_record(folder: RunFolder) -> RowRecord | None:
-    """Read the record of a run's rows. Returns None, with a warning if the file is damaged, where there is none."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        arrays = load(read_regular(folder.row_file, most=MOST_BYTES))
-        named = {name: array for name, array in arrays.items() if name not in (ROWS, FILES)}
-        digests = {name: {row.tobytes().hex() for row in array} for name, array in named.items()}
-        trained = digests["train"] | digests[_TOKENS] | digests[_EARLIER]
-    except FileNotFoundError:
-        return None
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        _log.warning("%s cannot be read, so rows are not compared with it: %s", folder.row_file, error)
-        return None
-    return RowRecord({name: digests[name] for name in _SPLITS if name in digests}, trained)

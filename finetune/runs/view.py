@@ -1,4 +1,4 @@
-"""The live view of a run, and its lines in a log: both made from the events of metrics.jsonl.
+"""The live view of a run, made from the events of metrics.jsonl.
 
 Training passes each event when it happens, and `finetune watch` (`runs/watch.py`) when it reads the event. The view is
 a table, because rich.progress shows several tasks, and a run is one task with many values.
@@ -12,15 +12,16 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING
 
-from finetune.runs.metrics import Event, measured_beside_loss, number_in, sign_of, step_of, subset_metrics_in
+from finetune.runs.metrics import Event, number_in, sign_of
+from finetune.runs.metrics_reader import measured_beside_loss, subset_metrics_in
+from finetune.runs.progress_line import ProgressLine, format_metric, joined, shown_step
 from finetune.terminal import visible
-from finetune.units import format_bytes, format_duration
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _KEPT_LOSSES = 400
-_SPEED_STEPS = 50
 _MOST_TREND_STEPS = 50
 _FEWEST_TREND_STEPS = 5
 _MAX_WARNINGS = 3
@@ -34,32 +35,30 @@ _OF_BOTH_SIDES = ("chosen_reward", "rejected_reward")
 """Metrics of a validation that are left out, because their difference is shown."""
 
 
-class RunView:
-    """The metrics of a run so far, rendered by rich or as a line. `num_steps` is for the whole run, if it is known."""
+class RunView(ProgressLine):
+    """The metrics of a run so far, rendered by rich. `num_steps` is for the whole run, if it is known."""
 
     def __init__(self, num_steps: int | None = None) -> None:
-        self.num_steps = num_steps
-        self.step = 0
+        super().__init__(num_steps)
         self.headline = ""
         """The run's name and state; `finetune watch` sets it."""
         self.task = ""
         """What the run does beside its steps, for example validate; training sets it."""
-        self.seconds_left: float | None = None
-        """The time left, if training sets it; otherwise it is estimated from the last steps."""
-        self._last: Event = {}
         self._resources: Event = {}
         self._validation: Event = {}
         self._best: tuple[str, float, int] | None = None
         """The name of the best metric, its best value, and the step of that value."""
         self._losses: deque[float] = deque(maxlen=_KEPT_LOSSES)
-        self._seconds: deque[float] = deque(maxlen=_SPEED_STEPS)
         self._warnings: list[str] = []
 
     def take(self, event: Event) -> None:
         """Take an event of metrics.jsonl. Types that are not shown are ignored."""
+        super().take(event)
         event_type = event["event"]
         if event_type == "step":
-            self._take_step(event)
+            loss = number_in(event, "loss")
+            if loss is not None and math.isfinite(loss):
+                self._losses.append(loss)
         elif event_type == "validation":
             self._take_validation(event)
         elif event_type == "resources":
@@ -67,21 +66,10 @@ class RunView:
         elif event_type == "warning":
             self._warnings.append(f"step {event.get('step')}: {event.get('text')}")
 
-    def line(self) -> str:
-        """Describe the last step in one line."""
-        return _joined(
-            f"step {self._of_all()}",
-            self._epoch(),
-            f"loss {_format_metric(self._last, 'loss', '.4f')}",
-            f"reward {_format_metric(self._last, 'reward', '.3f')}" if "reward" in self._last else "",
-            self._tokens_per_second(),
-            self._left(),
-        )
-
     def validation_line(self) -> str:
         """Describe the last validation in one line."""
-        loss = f"validation loss {_format_metric(self._validation, 'loss', '.4f')}"
-        return _joined(f"step {self._validation.get('step')}", loss, *self._metrics(), *self._in_subsets())
+        loss = f"validation loss {format_metric(self._validation, 'loss', '.4f')}"
+        return joined(f"step {self._validation.get('step')}", loss, *self._metrics(), *self._in_subsets())
 
     def trend(self) -> str:
         """Compare the mean loss of the newest steps with the mean loss of the same number of earlier steps.
@@ -119,9 +107,9 @@ class RunView:
             "reward": self._reward() if "reward" in self._last else "",
         }
         rates = {
-            "rate": _joined(
-                f"learning rate {_format_metric(self._last, 'learning_rate', '.2e')}",
-                f"gradient norm {_format_metric(self._last, 'grad_norm', '.3g')}",
+            "rate": joined(
+                f"learning rate {format_metric(self._last, 'learning_rate', '.2e')}",
+                f"gradient norm {format_metric(self._last, 'grad_norm', '.3g')}",
             ),
             "speed": self._speed(),
         }
@@ -131,30 +119,30 @@ class RunView:
             "now": self.task,
             **(of_steps if self._last else {}),
             "validation": self._validated() if self._validation else "",
-            "sources": _joined(*self._in_subsets()),
+            "sources": joined(*self._in_subsets()),
             **(rates if self._last else {}),
             "memory": self._memory(),
         }
         return [(name, value) for name, value in rows.items() if value]
 
     def _progress(self, width: int) -> str:
-        text = _joined(self._of_all(), self._epoch(), self._left())
+        text = joined(self._of_all(), self._epoch(), self._left())
         if not self.num_steps:
             return text
         filled = width * min(self.step, self.num_steps) // self.num_steps
         return f"{text}  {'━' * filled}{'─' * (width - filled)}"
 
     def _loss(self, width: int) -> str:
-        loss = _joined(_format_metric(self._last, "loss", ".4f"), self.trend())
+        loss = joined(format_metric(self._last, "loss", ".4f"), self.trend())
         return f"{loss}  {curve(list(self._losses), width)}".rstrip()
 
     def _reward(self) -> str:
         forms = {"answer_length": ".0f", "truncated": ".0%", "failed_calls": ".0%"}
-        length, truncated, failed = (_format_metric(self._last, name, form) for name, form in forms.items())
+        length, truncated, failed = (format_metric(self._last, name, form) for name, form in forms.items())
         names = [name for name in measured_beside_loss(self._last) if name.startswith("reward_") and name[7:] != "std"]
-        rewards = [f"{visible(name[7:])} {_format_metric(self._last, name, '.3f')}" for name in names]
-        return _joined(
-            _format_metric(self._last, "reward", ".3f"),
+        rewards = [f"{visible(name[7:])} {format_metric(self._last, name, '.3f')}" for name in names]
+        return joined(
+            format_metric(self._last, "reward", ".3f"),
             *(rewards if len(rewards) > 1 else ()),
             f"{length} tokens an answer",
             f"{truncated} truncated",
@@ -162,49 +150,35 @@ class RunView:
         )
 
     def _validated(self) -> str:
-        loss = f"{_format_metric(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}"
+        loss = f"{format_metric(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}"
         best = ""
         if self._best is not None and self._best[2] != self._validation.get("step"):
             name, value, step = self._best
             best = f"best {f'{value:.4f}' if name == 'loss' else f'{visible(name)} {value:.3f}'} at step {step}"
-        return _joined(loss, *self._metrics(), best)
+        return joined(loss, *self._metrics(), best)
 
     def _metrics(self) -> list[str]:
         """Return the metrics of the last validation beside its loss, each with its name."""
         names = [name for name in measured_beside_loss(self._validation) if name not in _OF_BOTH_SIDES]
-        return [f"{visible(name)} {_format_metric(self._validation, name, '.3f')}" for name in names]
+        return [f"{visible(name)} {format_metric(self._validation, name, '.3f')}" for name in names]
 
     def _in_subsets(self) -> list[str]:
         """Return the losses and metrics of the last validation over each of its sources, each with its name."""
         names = subset_metrics_in(self._validation)
-        shown = [f"{visible(name)} {_format_metric(self._validation, name, '.4f')}" for name in names[:_MOST_SUBSETS]]
+        shown = [f"{visible(name)} {format_metric(self._validation, name, '.4f')}" for name in names[:_MOST_SUBSETS]]
         return shown + ([f"and {len(names) - len(shown)} more"] if len(names) > len(shown) else [])
-
-    def _tokens_per_second(self) -> str:
-        speed = number_in(self._last, "tokens_per_second")
-        return "" if speed is None else f"{speed:,.0f} tokens/s"
 
     def _speed(self) -> str:
         names = {"data_wait_share": "waiting for data", "slowest_rank_share": "for the slowest rank"}
         shares = {label: number_in(self._resources, name) for name, label in names.items()}
         parts = [f"{value:.0%} {label}" for label, value in shares.items() if value is not None]
-        return _joined(self._tokens_per_second(), *parts)
+        return joined(self._tokens_per_second(), *parts)
 
     def _memory(self) -> str:
         names = {"host_memory": "of the main process", "device_memory": "on its device"}
         sizes = {label: number_in(self._resources, name) for name, label in names.items()}
         parts = [f"{format_bytes(int(size))} {label}" for label, size in sizes.items() if size is not None]
-        return f"{_joined(*parts)}, at most" if parts else ""
-
-    def _take_step(self, event: Event) -> None:
-        self._last = event
-        self.step = shown_step(event)
-        loss = number_in(event, "loss")
-        if loss is not None and math.isfinite(loss):
-            self._losses.append(loss)
-        speed, tokens = number_in(event, "tokens_per_second"), number_in(event, "num_tokens")
-        if speed and tokens and math.isfinite(speed):
-            self._seconds.append(tokens / speed)
+        return f"{joined(*parts)}, at most" if parts else ""
 
     def _take_validation(self, event: Event) -> None:
         self._validation = event
@@ -212,23 +186,6 @@ class RunView:
         value, sign = number_in(event, name), sign_of(name)
         if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
             self._best = name, value, shown_step(event)
-
-    def _left(self) -> str:
-        seconds = self.seconds_left
-        if seconds is None and self.num_steps and self._seconds:
-            seconds = statistics.fmean(self._seconds) * max(self.num_steps - self.step, 0)
-        return "" if seconds is None else f"{format_duration(seconds)} left"
-
-    def _of_all(self) -> str:
-        return f"{self.step}/{self.num_steps}" if self.num_steps else str(self.step)
-
-    def _epoch(self) -> str:
-        epoch = number_in(self._last, "epoch")
-        return "" if epoch is None else f"epoch {epoch + 1:.0f}"
-
-
-def _joined(*parts: str) -> str:
-    return " · ".join(filter(None, parts))
 
 
 def curve(values: list[float], width: int) -> str:
@@ -241,13 +198,3 @@ def curve(values: list[float], width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
-
-
-def shown_step(event: Event) -> int:
-    """Return the step that an event belongs to; 0 if it has no valid step, which no training counts."""
-    return step_of(event) or 0
-
-
-def _format_metric(event: Event, name: str, form: str) -> str:
-    value = number_in(event, name)
-    return "–" if value is None else format(value, form)

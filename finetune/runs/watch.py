@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.live import Live
 
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Event, MetricsReader
+from finetune.runs.metrics import Event
+from finetune.runs.metrics_reader import MetricsReader
+from finetune.runs.progress_line import shown_step
 from finetune.runs.recorded_run import RecordedRun
-from finetune.runs.view import RunView, shown_step
+from finetune.runs.view import RunView
 from finetune.terminal import visible
 
 _LOOK_SECONDS = 0.5

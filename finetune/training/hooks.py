@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.errors import ConfigError, RunFailedError
-from finetune.runs.metrics import FORGOTTEN, OF_EVERY_VALIDATION
-from finetune.signals import Terminated
+from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +17,8 @@ if TYPE_CHECKING:
     from finetune.engine.given_loss import GivenLoss
     from finetune.inference.answers import Metric
 
-_log = logging.getLogger(__name__)
-CALLBACKS = ("on_step", "on_validation", "on_save", "on_end")
-"""The methods that a callback may define."""
 GIVEN = "given by the script"
 """The origin of the keys that describe a given model or given rows."""
-_REQUESTS = ("stop", "save")
 _IN_PLACE_OF = {
     "compute_loss": "give loss=function, which gets logits and targets",
     "training_step": "give loss=function for another loss, or a callback with on_step(result) to watch steps",
@@ -96,42 +85,34 @@ class Hooks:
     optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None
     callbacks: Sequence[object] = ()
 
+    @property
+    def _is_given(self) -> bool:
+        return bool(self.metrics or self.callbacks) or self.loss is not None or self.optimizer is not None
+
     def check(self, config: Config) -> None:
         """Raise ConfigError for hooks that the run would not use."""
         if not isinstance(self.metrics, Mapping):
             raise ConfigError(f'metrics is {self.metrics!r}; expected functions by name: metrics={{"name": function}}.')
         if not isinstance(self.callbacks, Sequence):
             raise ConfigError(f"callbacks is {self.callbacks!r}; expected a list of objects: callbacks=[object].")
-        functions: dict[str, object] = {f"metrics[{name!r}]": metric for name, metric in self.metrics.items()}
-        functions |= {"loss": self.loss, "optimizer": None if _is_object(self.optimizer) else self.optimizer}
-        for name, function in functions.items():
-            if function is not None and not callable(function):
-                raise ConfigError(f"{name} is {function!r}; expected a function.")
-        if (self.loss or self.metrics) and not config.objective.learns_answers:
-            argument = "loss" if self.loss else "metrics"
-            raise ConfigError(
-                f"{argument} is given, but training.objective is {config.training.objective}. A script's own "
-                f"{argument} applies to the objective sft only. Remove one of the two."
-            )
-        if self.metrics:
-            from finetune.inference.answers import METRICS
+        if self._is_given:
+            from finetune.training.own_code import check_own_code
 
-            own = {*OF_EVERY_VALIDATION, *METRICS, FORGOTTEN, "model", "perplexity"}
-            if reserved := sorted(name for name in self.metrics if name.partition("/")[0] in own):
-                raise ConfigError(f"metrics has {reserved[0]}, a name that finetune uses itself. Choose another name.")
-        for callback in self.callbacks:
-            _check_callback(callback)
+            check_own_code(config, self.loss, self.metrics, self.optimizer, self.callbacks)
 
     def config(self, config: Config, model: Any = None) -> Config:
         """Return the configuration with the script's optimizer. A given optimizer object needs the model to be used."""
         if self.optimizer is None:
             return config
-        factory: Any = self.optimizer
-        if _is_object(factory) and model is not None:
-            from finetune.training.optim import same_optimizer
+        from finetune.training.own_code import is_optimizer, name_of_code
 
-            factory = same_optimizer(factory, model)
-        optim = config.optim.with_factory(factory, _name_of(self.optimizer))
+        factory: Any = self.optimizer
+        if is_optimizer(factory) and model is not None:
+            from finetune.training.given_optimizer import same_optimizer
+            from finetune.training.optim import trainable_parameters
+
+            factory = same_optimizer(factory, trainable_parameters(model))
+        optim = config.optim.with_factory(factory, name_of_code(self.optimizer))
         return config.model_copy(update={"optim": optim})
 
     def refuse_no_sum(self, model: Any, device: torch.device) -> None:
@@ -143,13 +124,11 @@ class Hooks:
 
     def fingerprints(self, config: Config) -> dict[str, str]:
         """Describe the code that decides about the updates and their measure. A resumed run must have the same."""
-        settings: Any = self.optimizer
-        if _is_object(settings):  # its class and its settings, without the weights
-            groups = [{**group, "params": len(group["params"])} for group in settings.param_groups]
-            optimizer_class: Callable[..., Any] = type(settings)
-            settings = partial(optimizer_class, groups=groups)
-        functions = {"loss": self.loss, "optimizer": settings}
-        of_script = {name: _fingerprint(code) for name, code in functions.items() if code is not None}
+        of_script: dict[str, str] = {}
+        if self.loss is not None or self.optimizer is not None:
+            from finetune.training.own_code import fingerprint_code
+
+            of_script = fingerprint_code(self.loss, self.optimizer)
         sources = {
             "reward.functions": (config.reward.functions, config.reward.functions_from),
             "rollout.tools": (config.rollout.tools, config.rollout.tools_from),
@@ -166,14 +145,18 @@ class Hooks:
     def as_record(self, config: Config, model: Any) -> dict[str, Any]:
         """Return the names of the given code, and of the classes of a given model. Empty if nothing is given."""
         has_base, has_adapter = (config.origin(key) == GIVEN for key in ("model.path", "lora.r"))
+        if not (has_base or has_adapter or self._is_given):
+            return {}
+        from finetune.training.own_code import name_of_code
+
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         record = {
-            "model": _name_of(type(base)) if has_base else None,
-            "adapter": _name_of(type(model)) if has_adapter else None,
-            "loss": None if self.loss is None else _name_of(self.loss),
-            "optimizer": None if self.optimizer is None else _name_of(self.optimizer),
-            "metrics": {name: _name_of(metric) for name, metric in self.metrics.items()},
-            "callbacks": [_name_of(type(callback)) for callback in self.callbacks],
+            "model": name_of_code(type(base)) if has_base else None,
+            "adapter": name_of_code(type(model)) if has_adapter else None,
+            "loss": None if self.loss is None else name_of_code(self.loss),
+            "optimizer": None if self.optimizer is None else name_of_code(self.optimizer),
+            "metrics": {name: name_of_code(metric) for name, metric in self.metrics.items()},
+            "callbacks": [name_of_code(type(callback)) for callback in self.callbacks],
         }
         return {name: value for name, value in record.items() if value}
 
@@ -198,35 +181,9 @@ class Callbacks:
         """
         if not self.listen_to(name):
             return
-        import torch
+        from finetune.training.own_code import call_callbacks
 
-        error: Exception | None = None
-        answers: set[object] = set()
-        for callback in self._callbacks:
-            method = getattr(callback, name, None)
-            if method is None or error is not None:
-                continue
-            where = f"{type(callback).__name__}.{name}"
-            try:
-                with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores what the callback leaves behind
-                    answer = method(result)
-            except Terminated:
-                raise
-            except (Exception, SystemExit) as raised:  # it is the user's own code
-                _log.error("the callback %s failed", where, exc_info=raised)
-                instead = ', or return "stop" to end training' if isinstance(raised, SystemExit) else ""
-                kind = type(raised).__name__
-                error = RunFailedError(f"the callback {where} raised {kind}: {raised}. Correct it{instead}.")
-                continue
-            if answer is not None and answer not in _REQUESTS:
-                error = RunFailedError(f'{where} returned {answer!r}; expected None, "stop" or "save". Correct it.')
-            answers.add(answer)
-        failed, *counts = self._runtime.collectives.sum(
-            [float(error is not None), *(float(request in answers) for request in _REQUESTS)]
-        )
-        if failed:
-            self._runtime.collectives.agree(error, f"a callback's {name}")
-        self.requests |= {request for request, number in zip(_REQUESTS, counts, strict=True) if number}
+        self.requests |= call_callbacks(self._runtime, self._callbacks, name, result)
 
 
 def refuse_ignored_methods(trainer: object) -> None:
@@ -235,43 +192,3 @@ def refuse_ignored_methods(trainer: object) -> None:
         if hasattr(type(trainer), name):
             kind = type(trainer).__name__
             raise ConfigError(f"{kind} defines {name}, which this trainer does not call: {instead} (docs/python.md).")
-
-
-def _check_callback(callback: object) -> None:
-    methods = {name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))}
-    kind, known = type(callback).__name__, ", ".join(CALLBACKS)
-    if isinstance(callback, type):
-        raise ConfigError(f"the callback {callback.__name__} is a class. Give an object: {callback.__name__}().")
-    if unknown := sorted(methods.difference(CALLBACKS)):
-        raise ConfigError(f"the callback {kind} defines {unknown[0]}, which is not called. Expected any of {known}.")
-    if not methods:
-        raise ConfigError(f"the callback {kind} defines none of the methods that are called: {known}.")
-
-
-def _is_object(optimizer: object) -> bool:
-    return hasattr(optimizer, "param_groups")
-
-
-def _name_of(code: Any) -> str:
-    if isinstance(code, partial):
-        return f"{_name_of(code.func)} with other arguments"
-    named = code if hasattr(code, "__qualname__") else type(code)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _fingerprint(code: Any) -> str:
-    """Return the name and a digest of the source; only the name if Python has no source, as in a terminal."""
-    values: dict[str, object] = {}
-    functions = ""
-    while isinstance(code, partial):
-        values |= {"args": code.args, **code.keywords}
-        given = filter(callable, (*code.args, *code.keywords.values()))
-        functions += "".join(_fingerprint(value) for value in given if " at 0x" in repr(value))
-        code = code.func
-    named = code if hasattr(code, "__qualname__") else type(code)
-    try:
-        source = inspect.getsource(named)
-    except (OSError, TypeError):
-        return _name_of(code)
-    text = source + re.sub(" at 0x[0-9A-Fa-f]+", "", str(values)) + functions  # addresses differ by process
-    return f"{_name_of(code)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
-
-from torch.utils.data._utils import signal_handling
 
 from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, evaluation_batches, loader_keys_on
 from finetune.data.encoded import EncodedExamples
@@ -99,6 +95,17 @@ def rows_to_test(config: Config, splits: Any) -> Any:
     return splits.validation if splits.test is None and is_held_out else splits.test
 
 
+def describe_held_out(config: Config, splits: Any) -> str:
+    """Say how many rows `data.validation=auto` held out, and what follows; empty if it held out none."""
+    if splits.validation is None or not holds_out_by_default(config.data):
+        return ""
+    held_out = counted(len(splits.validation), config.objective.example_name)
+    return (
+        f"{held_out} held out to validate, so adapter/ will hold the best step, not the last; "
+        "data.validation=null trains on them too"
+    )
+
+
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
     """Raise DataError if `drop_last` leaves nothing of a split. `rule` belongs to the training split."""
     if rule.steps_per_epoch == 0:
@@ -150,33 +157,14 @@ def build_loaders(
         if loader is not None:
             loader.worker_init_fn = leave_signals_to_parent
     if any(loader is not None and loader.num_workers for loader in loaders):
-        _prepare_for_workers()
+        from finetune.training.data_workers import prepare_for_workers
+
+        prepare_for_workers()
     _log.info(
         "Training set size: %s, Validation set size: %s, Test set size: %s",
         *(f"{len(split or ()):,}" for split in (splits.train, splits.validation, splits.test)),
     )
     return loaders
-
-
-def _prepare_for_workers() -> None:
-    """Allow as many open files as the system does, and end workers with this process, also after an error.
-
-    A worker hands over each tensor as an open file. Python waits at its end for processes that are left, and workers
-    ignore the SIGTERM that it sends them.
-    """
-    from finetune.distributed.network import allow_open_files
-
-    allow_open_files()
-    # Declares torch's handler of SIGCHLD as set. It would raise that a worker was killed while a file is written, too.
-    signal_handling._SIGCHLD_handler_set = True
-    atexit.unregister(_kill_workers)
-    atexit.register(_kill_workers)
-
-
-def _kill_workers() -> None:
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
 
 
 def log_cut_examples(rule: BatchRule) -> None:

@@ -23,7 +23,7 @@ from finetune.inference.finished_run import choose_split, place_finished_run
 from finetune.inference.scores import Evaluation
 from finetune.model.base import longrope_boundary
 from finetune.runs.model_files import LoadedRun
-from finetune.runs.row_record import RowChanges, RowRecord
+from finetune.runs.recorded_rows import RowChanges, RowRecord
 from finetune.training.checks import named_splits, raw_digests
 from finetune.training.forward import agree_on_forward
 

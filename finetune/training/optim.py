@@ -1,10 +1,4 @@
-"""Build optimizers from an allow-list of dotted names, and compute learning rates from the step.
-
-A schedule-free optimizer has two sets of weights (Defazio et al., 2024, arXiv:2405.15682). It trains one set, y, and
-answers with another, x, a mean of earlier weights. The model holds y; while it is measured or saved, it holds x. A
-checkpoint has x as its adapter, so that every reader of an adapter gets the weights to answer with, and y in the
-optimizer's state, so that a resumed run goes on with the same bits.
-"""
+"""Build optimizers from an allow-list of dotted names, and compute learning rates from the step."""
 
 from __future__ import annotations
 
@@ -12,9 +6,7 @@ import importlib
 import inspect
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +20,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config, OptimSection
 
 
-_TRAINED = "y"
-_OF_GROUP = ("k", "weight_sum", "lr_max")
-"""What the optimizer counts for each group of weights. A checkpoint holds states of weights only."""
 _log = logging.getLogger(__name__)
 _RATIO = "ratio_to_learning_rate"
 """A key that is added to a parameter group. The optimizer keeps it and does not use it."""
@@ -41,46 +30,21 @@ def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
     return "train_mode" in optimizer.param_groups[0]
 
 
-@contextmanager
-def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def averaged_weights(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
     """Put the averaged weights into the model in the block, to measure or save them. Other optimizers have none."""
     if not is_schedule_free(optimizer):
-        yield
-        return
-    for group, weight, state in _weights_with_state(optimizer):
-        # A copy, because the way from y to x and back would round.
-        state |= {_TRAINED: weight.detach().clone(), **{name: group[name] for name in _OF_GROUP}}
-    _inner(optimizer).eval()
-    try:
-        yield
-    finally:
-        restore_trained_weights(optimizer)
+        return nullcontext()
+    from finetune.training.schedule_free import mean_weights
+
+    return mean_weights(optimizer)
 
 
 def restore_trained_weights(optimizer: torch.optim.Optimizer) -> None:
     """Put the weights that are trained into the model: at the start, after `averaged_weights` and after loading."""
-    if not is_schedule_free(optimizer):
-        return
-    for group, weight, state in _weights_with_state(optimizer):
-        if _TRAINED in state:
-            with torch.no_grad():
-                weight.copy_(state.pop(_TRAINED))
-            group |= {name: state.pop(name) for name in _OF_GROUP}
-    for group in optimizer.param_groups:
-        group["train_mode"] = True
+    if is_schedule_free(optimizer):
+        from finetune.training.schedule_free import back_to_trained
 
-
-def _weights_with_state(
-    optimizer: torch.optim.Optimizer,
-) -> Iterator[tuple[dict[str, Any], torch.Tensor, dict[str, Any]]]:
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if "z" in (state := _inner(optimizer).state[weight]):
-                yield group, weight, state
-
-
-def _inner(optimizer: torch.optim.Optimizer) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
+        back_to_trained(optimizer)
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
@@ -117,82 +81,6 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
     return optimizer
 
 
-def _made_from_weights(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
-    """Return the optimizer that a script's function makes of the trained weights, with the function's own settings.
-
-    The rate of each group keeps its ratio to `optim.learning_rate`, because the trainer sets the rate of each step.
-
-    Raises:
-        ConfigError: the optimizer does not train exactly these weights, or `optim.*` says something else.
-    """
-    unused = {"weight_decay": 0.0, "lora_plus_ratio": 1.0, "args": {}}
-    if ignored := [f"optim.{key}" for key, default in unused.items() if getattr(section, key) != default]:
-        raise ConfigError(
-            f"{ignored[0]} is set, but {section.optimizer} gets no parameter groups, to which it applies. Remove the "
-            "key, or let the function take lr: optimizer=lambda groups, lr: torch.optim.AdamW(groups, lr=lr)."
-        )
-    assert section.factory is not None
-    weights = trainable_parameters(model)
-    try:
-        optimizer = section.factory(weights)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{section.optimizer} cannot be built of the trained weights: {error}.") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{section.optimizer} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
-    _refuse_other_weights(optimizer, weights)
-    if is_schedule_free(optimizer):
-        raise ConfigError(f"{section.optimizer} is schedule-free. Name its class in optim.optimizer.")
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    if section.learning_rate not in rates:
-        raise ConfigError(
-            f"{section.optimizer} has the learning rate {rates[0]:g}, but optim.learning_rate is "
-            f"{section.learning_rate:g}, which the rate of each step follows. Set one of them to the other: "
-            f'overrides={{"optim.learning_rate": {rates[0]:g}}}.'
-        )
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group[_RATIO] = rate / section.learning_rate if section.learning_rate else 1.0
-    return optimizer
-
-
-def _refuse_other_weights(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter]) -> None:
-    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-    if held != {id(weight) for weight in weights}:
-        raise ConfigError(
-            f"the given {type(optimizer).__name__} does not hold exactly the weights that this run trains: it holds "
-            f"{len(held)} tensors, and the run trains {len(weights)}. A run that loads the model or adds "
-            "the adapter itself has other weights. Give a function: optimizer=lambda weights: SGD(weights, lr=1e-4)."
-        )
-
-
-def same_optimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module
-) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function that makes the same optimizer, without a state, for copies or shards of a model's weights.
-
-    Raises:
-        ConfigError: the optimizer does not hold exactly the trained weights, or has made steps.
-    """
-    trained = trainable_parameters(model)
-    _refuse_other_weights(optimizer, trained)
-    if optimizer.state:
-        raise ConfigError(
-            f"the given {type(optimizer).__name__} has made steps, which a run that starts again would not repeat. "
-            "Give a new one."
-        )
-    place = {id(weight): number for number, weight in enumerate(trained)}
-    groups = [(group, [place[id(weight)] for weight in group["params"]]) for group in optimizer.param_groups]
-
-    def make(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = object.__new__(type(optimizer))
-        # A scheduler of torch puts a `step` into the object that would step the given weights.
-        vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-        made.state = defaultdict(dict)
-        made.param_groups = [{**group, "params": [weights[each] for each in places]} for group, places in groups]
-        return made
-
-    return make
-
-
 def check_optimizer(config: Config) -> None:
     """Raise the errors that `build_optimizer` would raise for this configuration, without the model.
 
@@ -207,6 +95,21 @@ def check_optimizer(config: Config) -> None:
         layer = torch.nn.ParameterDict({"weight": weight} if is_lora else {"weight": weight, "bias": torch.zeros(1)})
         model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"lora_B" if is_lora else "linear": layer})})
         build_optimizer(model, section)
+
+
+def _made_from_weights(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
+    """Return the optimizer of a script's function that takes no `lr`.
+
+    The rate of each group keeps its ratio to `optim.learning_rate`, because the trainer sets the rate of each step.
+    """
+    from finetune.training.given_optimizer import optimizer_of_weights, own_ratios
+
+    optimizer = optimizer_of_weights(section, trainable_parameters(model))
+    if is_schedule_free(optimizer):
+        raise ConfigError(f"{section.optimizer} is schedule-free. Name its class in optim.optimizer.")
+    for group, ratio in zip(optimizer.param_groups, own_ratios(optimizer, section), strict=True):
+        group[_RATIO] = ratio
+    return optimizer
 
 
 def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any]]:

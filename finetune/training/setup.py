@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.render import resolved_yaml
@@ -364,7 +365,13 @@ def _record_rows(journal: Journal, config: Config, splits: EncodedSplits) -> Non
         counts[name] = row_checks.count_by_file(split, row_checks.repeated_rows(split, keys), are_prompts=are_prompts)
         if name == "train":
             tokens = (digest.tobytes().hex() for side in digests for digest in side[:, 0])
-            write_row_record(journal.folder, raw_digests(splits), tokens, *row_checks.describe_rows(split, keys))
+            earlier: AbstractSet[str] = frozenset()
+            if config.resume == "auto":
+                from finetune.runs.recorded_rows import rows_of_earlier_starts
+
+                earlier = rows_of_earlier_starts(journal.folder)
+            described = row_checks.describe_rows(split, keys)
+            write_row_record(journal.folder, raw_digests(splits), tokens, *described, earlier=earlier)
     journal.record(row_counts=counts)
     for of_file in counts["train"]:
         _log.info("train: %s", row_checks.describe_counts(of_file))

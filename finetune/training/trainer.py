@@ -18,21 +18,20 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
 from finetune.inference.losses import LossSums, SplitLosses
+from finetune.logs import speaks_to_a_person
 from finetune.model.base import count_parameters, longrope_boundary
-from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.model_files import LoadedRun, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.hooks import Hooks, refuse_ignored_methods
-from finetune.training.loaders import build_loaders, global_batch_size, log_batches
+from finetune.training.loaders import build_loaders, describe_held_out, global_batch_size, log_batches
 from finetune.training.loop import finish, run_loop
 from finetune.training.objective import Loaders
 from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
 from finetune.training.preemption import preempted_in_test
 from finetune.training.reporting.journal import Journal
-from finetune.training.reporting.summary import show_summary
 from finetune.training.setup import CheckedConfig, check_config, set_up
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria
@@ -210,14 +209,22 @@ class Trainer:
     def _begin(self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence) -> None:
         """Show what will be trained, and start the journal. Collective."""
         if self.runtime.is_main_process:
-            counts = {"first_step": state.step, "num_steps": cadence.num_steps}
-            show_summary(self.runtime, self.config, self.model, self.splits, train_loader.rule, **counts)
+            self._say_what_is_trained(train_loader, state, cadence)
         self._setup.on_main(lambda journal: self._start_journal(journal, state, cadence), "starting the journal")
         if 0 < cadence.num_steps <= state.step:
             _log.info("the run is complete, with step %d of %d: nothing is trained", state.step, cadence.num_steps)
         else:
             is_distributed = self.runtime.context.distributed
             _log.info("Starting distributed training..." if is_distributed else "Starting training...")
+
+    def _say_what_is_trained(self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence) -> None:
+        if speaks_to_a_person():
+            from finetune.training.reporting.summary import show_summary
+
+            counts = {"first_step": state.step, "num_steps": cadence.num_steps}
+            show_summary(self.runtime, self.config, self.model, self.splits, train_loader.rule, **counts)
+        elif held_out := describe_held_out(self.config, self.splits):
+            _log.info("%s", held_out)
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
         """Measure the published weights, and the base, on the rows of `rows_to_test`; print the table.
@@ -292,12 +299,13 @@ class Trainer:
         path = self.runtime.collectives.broadcast_from_main(str(checkpoint) if checkpoint else None)
         if path is None:
             return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
+        from finetune.runs.checkpoint_loading import load_checkpoint
+        from finetune.training.resume import without_other_criteria
+
         with self.runtime.collectives.failing_together("resuming"):
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
             restore_trained_weights(optimizer)
         _log.info("resumed from step=%d", state.step)
-        from finetune.training.resume import without_other_criteria
-
         state = without_other_criteria(state, Criteria.of(self.config))
         return replace(state, world_size=self.runtime.world_size)  # the processes that continue it
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from finetune.config.compose import load_config
 from finetune.distributed.launch import launch
 from finetune.errors import ConfigError
-from finetune.runs.checkpoints import load_checkpoint, take_snapshot
+from finetune.runs.checkpoint_loading import load_checkpoint
+from finetune.runs.checkpoints import take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.training.optim import build_optimizer
 from finetune.training.reporting.journal import Journal

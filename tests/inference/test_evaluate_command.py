@@ -25,8 +25,8 @@ from finetune.inference.scores import Evaluation, RowValues, Scores
 from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
 from finetune.runs.record import digest_of
+from finetune.runs.recorded_rows import read_row_record
 from finetune.runs.recorded_run import RecordedRun
-from finetune.runs.row_record import read_row_record
 from tests.data.conftest import write_lines
 from tests.inference.conftest import NUM_ROWS, train
 from tests.launches import run_launched

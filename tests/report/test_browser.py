@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.report import report
-from finetune.runs.metrics import read_events
+from finetune.runs.metrics_reader import read_events
 from tests.report.browser import Browser, find_chromium
 from tests.report.runs import HOSTILE, write_run
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Phi3Config, PhiConfig
 from transformers.optimization import Adafactor
 
 from finetune.errors import CheckpointError
-from finetune.runs.checkpoints import commit_snapshot, load_checkpoint, prune, publish_adapter, save_base, take_snapshot
+from finetune.runs.checkpoint_loading import load_checkpoint
+from finetune.runs.checkpoints import commit_snapshot, prune, publish_adapter, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_model, encode_tokenizer, load_model
 from finetune.runs.state import TrainerState

@@ -12,7 +12,8 @@ import pytest
 
 import finetune
 from finetune.errors import RunFailedError
-from finetune.runs.metrics import EventsRead, MetricsWriter, number_in, read_events
+from finetune.runs.metrics import MetricsWriter, number_in
+from finetune.runs.metrics_reader import EventsRead, read_events
 from finetune.runs.record import RunRecord, RunStart, read_run_record
 from tests.launches import REPOSITORY
 from tests.runs.made_runs import write_run

@@ -1,4 +1,5 @@
-from finetune.runs.metrics import MetricsReader, MetricsWriter
+from finetune.runs.metrics import MetricsWriter
+from finetune.runs.metrics_reader import MetricsReader
 from tests.runs.made_runs import step_figures
 
 

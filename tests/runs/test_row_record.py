@@ -8,8 +8,9 @@ import pytest
 
 from finetune.data.splits import digest_row
 from finetune.runs.folder import RunFolder
+from finetune.runs.recorded_rows import RowChanges, read_row_record, rows_of_earlier_starts
 from finetune.runs.row_comparison import compare_renderings
-from finetune.runs.row_record import RowChanges, read_row_record, write_row_record
+from finetune.runs.row_record import write_row_record
 
 DIGESTS = [digest_row(number) for number in range(1000)]
 
@@ -32,7 +33,8 @@ def test_rows_are_read_as_they_were_recorded_in_few_bytes(folder):
 def test_training_rows_of_earlier_starts_stay_recorded(folder):
     folder.checkpoint(1).mkdir(parents=True)
     for start, end in ((0, 5), (3, 8), (6, 9)):
-        write_row_record(folder, {"train": DIGESTS[start:end]}, DIGESTS[100 + start : 100 + end])
+        earlier = rows_of_earlier_starts(folder)
+        write_row_record(folder, {"train": DIGESTS[start:end]}, DIGESTS[100 + start : 100 + end], earlier=earlier)
     record = read_row_record(folder)
     assert record.splits == {"train": set(DIGESTS[6:9])}
     assert record.trained == {*DIGESTS[:9], *DIGESTS[100:109]}
@@ -40,7 +42,7 @@ def test_training_rows_of_earlier_starts_stay_recorded(folder):
 
 def test_a_run_that_starts_from_the_beginning_forgets_other_rows(folder):
     for rows in (DIGESTS[:5], DIGESTS[5:9]):
-        write_row_record(folder, {"train": rows}, [])
+        write_row_record(folder, {"train": rows}, [], earlier=rows_of_earlier_starts(folder))
     assert read_row_record(folder).trained == set(DIGESTS[5:9])
 
 
@@ -52,7 +54,7 @@ def test_a_damaged_record_is_told_and_blocks_nothing(folder, content, caplog):
     folder.row_file.write_bytes(content)
     assert read_row_record(folder) is None
     assert "rows.safetensors cannot be read, so rows are not compared with it" in caplog.text
-    write_row_record(folder, {"train": DIGESTS[:5]}, [])
+    write_row_record(folder, {"train": DIGESTS[:5]}, [], earlier=rows_of_earlier_starts(folder))
     assert read_row_record(folder).trained == set(DIGESTS[:5])
 
 

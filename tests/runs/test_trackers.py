@@ -13,7 +13,7 @@ from finetune.config.trackers import is_tracker_installed
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder
-from finetune.training.reporting.events import Trackers
+from finetune.training.reporting.trackers import Trackers
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_command
 from tests.runs.screens import FINETUNE

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.runs.metrics import read_events
+from finetune.runs.metrics_reader import read_events
 
 STEPS = 6
 

@@ -26,16 +26,8 @@ from finetune.training.forward import Computation
 from finetune.training.memory import choice as memory_choice
 from finetune.training.memory import forecast as memory_forecast
 from finetune.training.memory import least as least_memory
-from finetune.training.memory.choice import (
-    ENOUGH_TOKENS,
-    MOST_TOKENS,
-    Decision,
-    MemoryChoice,
-    Need,
-    choose,
-    decide,
-    free_memory,
-)
+from finetune.training.memory.choice import MOST_TOKENS, MemoryChoice, choose, free_memory
+from finetune.training.memory.decision import ENOUGH_TOKENS, Decision, Need, decide
 from finetune.training.memory.forecast import (
     WHOLE,
     OptimizerNeed,

@@ -26,8 +26,9 @@ from finetune.inference.finished_run import find_run
 from finetune.replay.steps import replay_config
 from finetune.runs.recorded_run import RecordedRun
 from finetune.training.given import describe_given_model
+from finetune.training.given_optimizer import same_optimizer
 from finetune.training.hooks import Hooks
-from finetune.training.optim import build_optimizer, same_optimizer
+from finetune.training.optim import build_optimizer, trainable_parameters
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -361,11 +362,11 @@ def test_an_optimizer_object_holds_the_trained_weights_and_is_new():
     layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9)
     with pytest.raises(ConfigError, match="the given SGD does not hold exactly the weights that this run trains"):
-        same_optimizer(optimizer, other)
+        same_optimizer(optimizer, trainable_parameters(other))
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(ConfigError, match="the given SGD has made steps"):
-        same_optimizer(optimizer, layer)
+        same_optimizer(optimizer, trainable_parameters(layer))
 
 
 @pytest.mark.parametrize(

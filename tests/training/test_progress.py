@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from finetune.logs import configure_logs, report_progress, waiting
+from finetune.training.reporting.live_view import view_and_keys
 from finetune.training.reporting.progress import TrainingProgress, show_what_next
 
 
@@ -89,9 +90,8 @@ def test_the_view_shows_how_far_a_validation_has_come(monkeypatch):
 
 
 def rows_of_view(console: Console, progress: TrainingProgress) -> dict[str, str]:
-    lines = (
-        line for segments in console.render_lines(progress._screen()) for line in ["".join(it.text for it in segments)]
-    )
+    rendered = console.render_lines(view_and_keys(progress._view))
+    lines = (line for segments in rendered for line in ["".join(it.text for it in segments)])
     return {line.split()[0]: line.split(maxsplit=1)[1].strip() for line in lines if line.strip()}
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from finetune.config.schema import OptimSection
 from finetune.errors import ConfigError
-from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
+from finetune.runs.checkpoint_loading import load_optimizer
+from finetune.runs.optimizer_file import encode_optimizer
 from finetune.training.optim import averaged_weights, build_optimizer, resolve_optimizer, restore_trained_weights
 from tests.in_process import run_finetune
 from tests.tiny_training import (

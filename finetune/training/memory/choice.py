@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
 import torch
@@ -17,7 +17,6 @@ import torch
 from finetune.data.encoded import filler_rows
 from finetune.engine.decoder import bare_model
 from finetune.engine.products import full_shape
-from finetune.errors import first_line
 from finetune.fallbacks import Fallback
 from finetune.logs import waiting
 from finetune.training.loaders import global_batch_size, log_cut_examples
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
     from finetune.training.forward import Computation
     from finetune.training.loaders import TrainRows
-    from finetune.training.memory.forecast import Size
     from finetune.training.step import StepResult
 
 MakeRows: TypeAlias = Callable[[int, int], Any]
@@ -37,63 +35,9 @@ _log = logging.getLogger(__name__)
 
 MOST_TOKENS = 16_384
 """The limit of tokens in a micro-batch on CUDA. An estimate: larger matrix products would not be faster."""
-ENOUGH_TOKENS = 4096
-"""From this many tokens in a micro-batch on, more tokens would save less time than checkpointing costs (estimated)."""
 _AS_CONFIGURED = "as configured"
 _USED_SHARE = 0.9
 """The usable share of free memory. The rest is for fragmentation and the error of the prediction (docs/plan.md)."""
-
-
-class Need(NamedTuple):
-    """The memory of the smallest and of the largest micro-batch that a run may have.
-
-    Between the two, memory grows almost linearly. Only the chunks of the head and of the MLP cause deviations.
-    """
-
-    smallest: Size
-    largest: Size
-
-    def tokens_that_fit(self, room: int) -> int:
-        """Return the most tokens for which a step needs at most `room` bytes; 0 if the smallest does not fit."""
-        (few, least), (many, most) = self
-        if most <= room:
-            return many
-        # `num_bytes` solved for the tokens.
-        return few + (many - few) * (room - least) // (most - least) if least <= room else 0
-
-    def num_bytes(self, tokens: int) -> int:
-        """Return the bytes that a step needs with this many tokens in a micro-batch, by linear interpolation."""
-        (few, least), (many, most) = self
-        return most if tokens >= many else least + (most - least) * (tokens - few) // (many - few)
-
-
-class Decision(NamedTuple):
-    """The result of `decide`."""
-
-    is_checkpointing: bool
-    tokens: int
-    """The most tokens of a micro-batch; at least as many as the smallest one has."""
-    num_bytes: int
-    """Bytes that a step needs in addition to the weights."""
-
-
-def decide(need: Callable[[bool], Need], room: int, *, wish: bool | None) -> Decision:
-    """Return whether to checkpoint gradients, and the largest micro-batch that then fits.
-
-    Without a wish, checkpointing is turned on if a micro-batch of useful size does not fit without it.
-
-    Args:
-        need: returns the memory of a step, given whether gradients are checkpointed.
-        room: bytes that a step may use in addition to the weights.
-        wish: whether the user wants checkpointing, or None if this function is to decide.
-    """
-    is_on = bool(wish)
-    sizes = need(is_on)
-    enough = min(max(sizes.smallest.tokens, ENOUGH_TOKENS), sizes.largest.tokens)
-    if wish is None and sizes.tokens_that_fit(room) < enough:
-        is_on, sizes = True, need(True)
-    tokens = max(sizes.tokens_that_fit(room), sizes.smallest.tokens)
-    return Decision(is_on, tokens, sizes.num_bytes(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,33 +158,20 @@ def choose(
     bound = _bound(model, rows=most * row_tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
         return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {free}")
-    from finetune.training.memory.forecast import CANNOT_TRACE, predict_sizes  # which a run that fits does not need
+    from finetune.training.memory.decision import decide_by_forecast  # which a run that fits does not need
 
-    fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
-    try:
-        size = predict_sizes(config, model, how, **shape)
-        decision = _decide_twice(size, fewest, most, row_tokens, usable, wish=None if wish == "auto" else wish)
-    except CANNOT_TRACE as error:
-        why = f"the memory of a step cannot be predicted without data ({type(error).__name__}: {first_line(error)})"
-        return replace(configured, max_rows=config.training.batch_size, why=why)
-    why = f"a step needs at most {format_bytes(decision.num_bytes)} beside the weights, of {free}"
-    if decision.num_bytes > usable:
-        why += ", so memory may run out: see `finetune plan`"
-    chosen = replace(configured, gradient_checkpointing=decision.is_checkpointing, why=why)
-    if not limits_tokens:
-        return chosen
-    fits_most = decision.tokens >= most * row_tokens
-    return replace(chosen, max_tokens=max(row_tokens, MOST_TOKENS if fits_most else decision.tokens))
-
-
-def _decide_twice(
-    size: Callable[[int, bool], Size], fewest: int, most: int, row_tokens: int, usable: int, *, wish: bool | None
-) -> Decision:
-    decision = decide(lambda is_on: Need(size(fewest, is_on), size(most, is_on)), usable, wish=wish)
-    if not row_tokens < decision.tokens < most * row_tokens:
-        return decision
-    fitting = decision.tokens // row_tokens  # memory is not quite a straight line
-    return decide(lambda on: Need(size(fewest, on), size(fitting, on)), usable, wish=decision.is_checkpointing)
+    found = decide_by_forecast(
+        config,
+        model,
+        how,
+        examples=(1 if limits_tokens else most, most),
+        row_tokens=row_tokens,
+        most_tokens=MOST_TOKENS if limits_tokens else None,
+        usable=usable,
+        free=free,
+        **shape,
+    )
+    return replace(configured, **found)
 
 
 def agree_on_memory(

@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import math
 import shlex
 import sys
 import time
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from finetune.logs import is_notebook, log_above, report_progress, task_on_view, waiting
+from finetune.logs import is_notebook, report_progress, waiting
 from finetune.runs.metrics import Event
-from finetune.runs.view import RunView
-from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show
+from finetune.runs.progress_line import ProgressLine
 from finetune.terminal import as_written, say, screen_width, shown_folder, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from finetune.fallbacks import Fallback
+    from finetune.runs.view import RunView
+    from finetune.training.reporting.live_view import CellView
 
 TRACE_VIEWER = "https://ui.perfetto.dev"
-_SECONDS_BETWEEN_VIEWS = 0.25
-_CELL_WIDTH = 90
 _log = logging.getLogger(__name__)
-
-
-class _CellView:
-    """Shows a view below the cell of a notebook, and replaces it."""
-
-    def __init__(self) -> None:
-        notebook: Any = import_module("IPython.display")  # there only in a notebook
-        self._html = notebook.HTML
-        self._handle = notebook.display(self._html(""), display_id=True)
-        self._shown_at = -math.inf
-
-    def show(self, view: RenderableType, *, is_last: bool = False) -> None:
-        """Show the view, unless the last one was shown a moment ago."""
-        if not is_last and time.monotonic() - self._shown_at < _SECONDS_BETWEEN_VIEWS:
-            return
-        from rich.console import Console
-
-        screen = Console(file=io.StringIO(), record=True, width=_CELL_WIDTH, force_terminal=True, force_jupyter=False)
-        screen.print(view)
-        self._handle.update(self._html(screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>")))
-        self._shown_at = time.monotonic()
 
 
 class TrainingProgress:
@@ -62,68 +37,67 @@ class TrainingProgress:
         self._total = total_steps
         self._first = first_step
         self._log_every = log_every
-        self._console = console
-        self._view = RunView(total_steps)
-        self._view.step = first_step
+        self._is_in_cell = console is None and is_notebook()
+        self._console = None if self._is_in_cell else _on_terminal(console)
+        self._view: RunView | None = None
+        if self._is_in_cell or self._console is not None:
+            from finetune.runs.view import RunView
+
+            self._view = RunView(total_steps)
+        self._line = self._view or ProgressLine(total_steps)
+        self._line.step = first_step
         self._shown = ExitStack()
-        self._cell: _CellView | None = None
+        self._cell: CellView | None = None
         self._started = time.monotonic()
-        self._is_live = False
 
     def recall(self, event: Event) -> None:
         """Add an event of an earlier start to the view of a resumed run."""
-        self._view.take(event)
+        self._line.take(event)
 
     def write(self, event: Event) -> None:
         """Show an event of metrics.jsonl."""
-        self._view.take(event)
+        self._line.take(event)
         if self._cell is not None:
-            self._cell.show(self._view)
+            self._cell.show()
         if event["event"] == "step":
-            step = self._view.step
+            step = self._line.step
             num_steps = max(step - self._first, 1)
             # The mean time of a step since the start, times the steps that are left.
-            self._view.seconds_left = (time.monotonic() - self._started) / num_steps * (self._total - step)
-            report_progress("" if self._is_live else self._view.line())
+            self._line.seconds_left = (time.monotonic() - self._started) / num_steps * (self._total - step)
+            report_progress(self._line.line() if self._console is None else "")
             if step % self._log_every == 0 or step == self._total:
-                _log.info("%s", self._view.line(), extra={"is_on_view": True})
+                _log.info("%s", self._line.line(), extra={"is_on_view": True})
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        if self._console is None and is_notebook():
-            self._cell = _CellView()
-        elif self._console is not None or sys.stderr.isatty():
-            from rich.console import Console
+        if self._view is not None and self._console is not None:
+            from finetune.training.reporting.live_view import on_terminal
 
-            console = self._console or Console(stderr=True)
-            if console.is_terminal:
-                self._show_view(console)
-                return self
+            self._shown.enter_context(on_terminal(self._view, self._console))
+            return self
+        if self._view is not None:
+            from finetune.training.reporting.live_view import CellView
+
+            self._cell = CellView(self._view)
         self._shown.enter_context(waiting("training"))
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._cell is not None:
-            self._cell.show(self._view, is_last=True)
+            self._cell.show(is_last=True)
             self._cell = None
         self._shown.close()
 
-    def _show_view(self, console: Console) -> None:
-        from rich.live import Live
 
-        self._is_live = True
-        self._shown.enter_context(waiting("training", is_on_view=True))
-        self._shown.enter_context(log_above(console))
-        self._shown.enter_context(Live(get_renderable=self._screen, console=console, refresh_per_second=4))
-        self._shown.enter_context(ctrl_c_is_shown())
+def _on_terminal(console: Console | None) -> Console | None:
+    """Return the console, or else that of stderr; None if it is no terminal."""
+    if console is None:
+        if not sys.stderr.isatty():
+            return None
+        from rich.console import Console
 
-    def _screen(self) -> RenderableType:
-        """Return the view and, after Ctrl-C was pressed, a line that explains its effect."""
-        from rich.console import Group
-        from rich.text import Text
-
-        self._view.task = task_on_view()
-        return Group(self._view, *(Text(line, style="bold") for line in ctrl_c_to_show()))
+        console = Console(stderr=True)
+    return console if console.is_terminal else None
 
 
 def show_what_next(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.data.examples import holds_out_by_default
-from finetune.logs import screen, speaks_to_a_person
+from finetune.logs import screen
 from finetune.model.base import count_parameters
 from finetune.terminal import fold, shown_folder
 from finetune.training.checks import named_splits
+from finetune.training.loaders import describe_held_out
 from finetune.units import counted
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from finetune.data.batches import BatchRule
     from finetune.distributed.runtime import Runtime
 
-_log = logging.getLogger(__name__)
 _LABEL_WIDTH = 8
 _COUNTS = ("lengths", "num_targets")
 
@@ -29,17 +27,7 @@ def show_summary(
     runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
 ) -> None:
     """Write the lines to a terminal or a notebook. Elsewhere, the log has the same information."""
-    row = config.objective.example_name
-    held_out = ""
-    if splits.validation is not None and holds_out_by_default(config.data):
-        held_out = (
-            f"{counted(len(splits.validation), row)} held out to validate, so adapter/ will hold the best step, not "
-            "the last; data.validation=null trains on them too"
-        )
-    if not speaks_to_a_person():
-        if held_out:
-            _log.info("%s", held_out)
-        return
+    row, held_out = config.objective.example_name, describe_held_out(config, splits)
     batch = counted(rule.global_batch_size, row if rule.examples is None else "conversation")
     folder = shown_folder(Path(config.output_dir).absolute())
     facts = {

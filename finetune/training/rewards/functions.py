@@ -18,9 +18,9 @@ from finetune.config.own_functions import resolve_functions
 from finetune.data.rendering import match_patterns
 from finetune.data.turns import Turn, text_turn
 from finetune.data.values import quote
+from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import exact_match, json_equal, json_valid, token_f1
-from finetune.limits import DeadlineExceededError, call_within
 from finetune.signals import Terminated
 
 if TYPE_CHECKING:

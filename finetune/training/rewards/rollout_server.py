@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import derived_seed
@@ -13,11 +15,16 @@ from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.vllm_answers import Limits
 from finetune.inference.vllm_server import ServerError, VllmServer
-from finetune.runs.checkpoints import adapter_for_server
+from finetune.runs.checkpoints import commit_files
+from finetune.runs.durable import disk_failures_end_the_run, remove_folder
+from finetune.runs.model_files import encode_model
 from finetune.training.rewards.prompt_rows import PromptRows
 
 if TYPE_CHECKING:
+    import torch
+
     from finetune.config.schema import RolloutSection
+    from finetune.runs.folder import RunFolder
     from finetune.training.objective import Setup
 
 SERVER_DIFFERENCE = "server_difference"
@@ -124,3 +131,21 @@ def _together(prompts: Sequence[Sequence[int]], most: int) -> Iterator[tuple[Seq
     for prompt, equal in groupby(prompts):
         count = len(list(equal))
         yield from ((prompt, min(most, count - place)) for place in range(0, count, most))
+
+
+@contextmanager
+def adapter_for_server(folder: RunFolder, model: torch.nn.Module) -> Iterator[Path]:
+    """Write the adapter of a PeftModel as PEFT reads it, for a server that loads it, and remove it after the block.
+
+    Raises:
+        RunFailedError: the disk is full or failing.
+    """
+    path = folder.served_adapter
+    with disk_failures_end_the_run("Writing", path):
+        path.parent.mkdir(exist_ok=True)
+    commit_files(path, encode_model(model, folder.base if folder.base.is_dir() else None), doing="Writing the adapter")
+    try:
+        yield path
+    finally:
+        with disk_failures_end_the_run("Removing", path):
+            remove_folder(path)
