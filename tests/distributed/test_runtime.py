@@ -214,6 +214,7 @@ def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, launcher, 
 
 def test_a_strict_run_refuses_fewer_processes_than_accelerate_was_asked_for(monkeypatch):
     asked = accelerate_library.AccelerateCommand(num_processes=2, engine=None)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda environ: asked)
     words = r"(?s)accelerate launch was asked for 2 processes on the CPU and started one.*The run is strict"
     with pytest.raises(ConfigError, match=words), launch(config(strict=True)):

@@ -174,6 +174,7 @@ def outside_of_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 @maker
 def accelerate_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     """Without the launcher itself, which tests/test_launch_forms.py starts."""
+    _set(monkeypatch, {"ACCELERATE_USE_CPU": "true"})
     monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda _: AccelerateCommand(2, None))
     return printed_by(lambda: _enter(_config()))
 
