@@ -25,14 +25,13 @@ from transformers import AutoModelForCausalLM, Phi3Config, PretrainedConfig, Qwe
 from finetune.config.schema import Config, LoraSection, ModelSection
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
-from finetune.distributed.gradients import LossFunction
 from finetune.distributed.launch import launch
 from finetune.distributed.liveness import Liveness
 from finetune.engine.attention_cuda import VarlenRuns, varlen_attention
 from finetune.engine.decoder import Decoder
 from finetune.engine.fused import FORMULAS, LAUNCHES, _run, switch_fused
 from finetune.engine.layout import pack
-from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
+from finetune.engine.loss import BY_DEVICE, LossFunction, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
