@@ -250,7 +250,8 @@ def _check_model(config: Config) -> Iterator[Finding]:
     """Check whether the model is on this machine, or can be downloaded from the hub."""
     from huggingface_hub import constants
 
-    from finetune.model.from_hub import locate_model, missing_from_cache, repository_of
+    from finetune.model.from_hub import locate_model, repository_of
+    from finetune.model.local_files import missing_from_cache
 
     if config.model.path is None:
         return
