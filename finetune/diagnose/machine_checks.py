@@ -26,10 +26,10 @@ from finetune.distributed.device import (
     accelerator_type,
     best_precision,
     choose_precision,
-    device_of_rank,
     has_bf16,
 )
 from finetune.distributed.launch import wished_device
+from finetune.distributed.rank_devices import device_of_rank
 from finetune.errors import DISTRIBUTION, SUMMARY, CheckpointError, FinetuneError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.runs.default_folder import with_chosen_folder

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from finetune.distributed.accelerate_library import broadcast_object_list, gather_object
-from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
+from finetune.distributed.ddp_init import rendezvous_store
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import LATE_FAULT_SECONDS, Liveness
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError, RunFailedError, first_line
 from finetune.units import format_ranks

@@ -22,7 +22,6 @@ from finetune.config.schema import DataSection
 from finetune.config.yaml_reader import OVERRIDES
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.ddp_init import (
-    ProcessContext,
     cleanup_ddp,
     current_context,
     initialize_ddp,
@@ -37,6 +36,7 @@ from finetune.distributed.environment import (
     has_accelerate_settings,
     is_batch_script_body,
 )
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import explain
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import kernels_kept_in, switch_fused, switch_replays

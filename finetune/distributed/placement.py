@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from finetune.distributed.accelerate_library import Accelerator
 from finetune.distributed.collectives import Collectives
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import Precision, convert_weights
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import Liveness
 from finetune.distributed.stop_requests import StopRequests
 from finetune.engine.products import WITHOUT_FLOAT64

@@ -21,9 +21,9 @@ import torch
 from finetune import __version__
 from finetune.distributed.accelerate_library import Accelerator, DistributedType
 from finetune.distributed.collectives import Collectives
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import best_precision, choose_precision
 from finetune.distributed.environment import LaunchEnvironment, has_accelerate_settings
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import Liveness
 from finetune.distributed.placement import Placement
 from finetune.distributed.stop_requests import StopRequests

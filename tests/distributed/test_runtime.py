@@ -12,9 +12,9 @@ from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.collectives import Collectives
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import best_precision
 from finetune.distributed.environment import read_environment
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.launch import _check_world, _refuse_what_mps_lacks, launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, LaunchError
