@@ -29,7 +29,7 @@ def main(model_path: str, rows: str) -> None:
     from torch.nn import functional
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from finetune.engine.reference import nats_and_softmax
+    from finetune.engine.loss_head import nats_and_softmax
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_path)

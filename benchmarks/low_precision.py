@@ -54,8 +54,8 @@ def train(overrides: list[str]) -> float:
     )
     from finetune.data.batches import packer
     from finetune.engine.loss import summed_cross_entropy
-    from finetune.model.lora import load_adapter
     from finetune.model.quantized import load_in_4_bits
+    from finetune.model.saved_adapter import load_adapter
 
     config = load_config(overrides, task="finetune_lora")
     with launch(config) as runtime:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from finetune.distributed.launch import launch as launch
     from finetune.model.base import build_base_model as build_base_model
     from finetune.model.lora import add_lora as add_lora
+    from finetune.model.new_tokens import add_tokens as add_tokens
     from finetune.model.quantized import build_quantized_base as build_quantized_base
-    from finetune.model.tokens import add_tokens as add_tokens
     from finetune.model.tokens import build_tokenizer as build_tokenizer
     from finetune.training.hooks import Hooks as Hooks
     from finetune.training.objective import encode_for_objective as encode_for_objective
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "add_lora": "finetune.model.lora",
-    "add_tokens": "finetune.model.tokens",
+    "add_tokens": "finetune.model.new_tokens",
     "build_base_model": "finetune.model.base",
     "build_quantized_base": "finetune.model.quantized",
     "build_tokenizer": "finetune.model.tokens",

@@ -140,7 +140,7 @@ def train(session: Session, *, precision: Precision) -> dict[str, Any]:
     For fp8 and NF4, the run itself measures loss and gradient against bf16 before step 1.
     """
     from finetune import Trainer, add_lora, build_base_model, build_tokenizer, launch, load_config
-    from finetune.model.lora import load_adapter
+    from finetune.model.saved_adapter import load_adapter
 
     steps, in_step = (2, 4) if session.is_tiny else (50, 8)
     job = Job(size="smollm2", device=session.device, steps=steps, global_batch=in_step)

@@ -18,8 +18,9 @@ from rich.console import Console
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import check_devices, check_folders, check_versions, sees_file, write_marker
-from finetune.distributed.ddp_init import ProcessContext, cleanup_ddp, initialize_ddp
+from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
 from finetune.distributed.environment import LaunchEnvironment, read_environment
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.launch import wished_device
 from finetune.errors import FinetuneError, LaunchError
 from finetune.fallbacks import Fallbacks

@@ -26,10 +26,10 @@ from finetune.distributed.device import (
     accelerator_type,
     best_precision,
     choose_precision,
-    device_of_rank,
     has_bf16,
 )
 from finetune.distributed.launch import wished_device
+from finetune.distributed.rank_devices import device_of_rank
 from finetune.errors import DISTRIBUTION, SUMMARY, CheckpointError, FinetuneError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.runs.default_folder import with_chosen_folder
@@ -250,7 +250,8 @@ def _check_model(config: Config) -> Iterator[Finding]:
     """Check whether the model is on this machine, or can be downloaded from the hub."""
     from huggingface_hub import constants
 
-    from finetune.model.from_hub import locate_model, missing_from_cache, repository_of
+    from finetune.model.from_hub import locate_model, repository_of
+    from finetune.model.local_files import missing_from_cache
 
     if config.model.path is None:
         return

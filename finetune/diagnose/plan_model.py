@@ -10,7 +10,8 @@ from finetune.distributed.device import DTYPES, Precision, convert_weights
 from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.engine.quantized import widened_bytes
 from finetune.findings import Finding, warning
-from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients
+from finetune.model.base import build_base_model, checkpoint_gradients
+from finetune.model.embedding_noise import add_embedding_noise
 from finetune.model.lora import attach_adapter
 from finetune.model.published import published_sizes, with_sizes_here
 from finetune.model.quantized import quantize_without_data, refuse_fp8_without_engine, round_frozen_layers, wants_fp8

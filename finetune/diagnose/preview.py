@@ -35,7 +35,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.findings import Finding, exit_code, ok, problem, warning, what_and_fix
 from finetune.model.base import max_context, read_model_config
-from finetune.model.lora import ids_of_new_tokens
+from finetune.model.new_tokens import ids_of_new_tokens
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import disk_failures_end_the_run, replacing
 from finetune.training.checks import check_inputs

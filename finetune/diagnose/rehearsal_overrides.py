@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ import torch
 
 from finetune.config.keys import values
 from finetune.distributed.device import accelerator_type
-from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
+from finetune.model.base import build_base_model, count_parameters, read_model_config
+from finetune.model.from_hub import load_part, locate_model
 from finetune.model.published import with_sizes_here
 from finetune.model.shrunken import in_common_names, in_own_names, shrink
 from finetune.threads import num_cores
@@ -19,6 +21,8 @@ from finetune.training.loaders import global_batch_size
 from finetune.units import ceil_div, counted
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from finetune.config.schema import Config, ModelSection
 
 
@@ -154,10 +158,28 @@ def write_stand_in(section: ModelSection, folder: Path, *, seed: int, least_widt
     torch.manual_seed(seed)
     model: Any = build_base_model(section.model_copy(update={"init": "random", "config": own}))
     model.config.use_cache = True
-    generation_config = read_generation_config(sized) if sized.config is None else None
+    generation_config = _read_generation_config(sized) if sized.config is None else None
     model.generation_config.eos_token_id = getattr(generation_config or real, "eos_token_id", None)
     model.to(real.dtype or torch.float32).save_pretrained(folder)
     num_parameters = count_parameters(model)[1]
     layers = counted(keys["num_hidden_layers"], "layer")
     sizes = f"{layers}, hidden size {keys['hidden_size']}, {num_parameters:,} parameters"
     return f"{real.model_type}, {sizes}" + (f"; {why_shipped}" if why_shipped else "")
+
+
+def _read_generation_config(section: ModelSection) -> GenerationConfig | None:
+    """Read the model's generation_config.json. Return None if there is none or it is not JSON, as transformers does.
+
+    Raises:
+        ModelError: the file cannot be read for another reason, so the model could not be loaded either.
+    """
+    from transformers import GenerationConfig
+
+    where = locate_model(section)
+
+    def load() -> GenerationConfig | None:
+        with suppress(OSError):  # many models have no such file
+            return GenerationConfig.from_pretrained(where, revision=section.revision or "main")
+        return None
+
+    return load_part(section, load, where=where)

@@ -1,97 +1,34 @@
 """Exchange values between ranks: sums, rank 0's value, and whether a rank has failed.
 
 Every method of `Collectives` that says "Collective" must be called by all ranks in the same order. In a world of one
-each returns at once. `StoreBarrier` needs no backend: it names a rank that has left or waits for something else.
+each returns at once.
 """
 
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.distributed.accelerate_library import broadcast_object_list, gather_object
-from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
+from finetune.distributed.ddp_init import rendezvous_store
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import LATE_FAULT_SECONDS, Liveness
-from finetune.errors import Fault, FinetuneError, LaunchError, PeerFailedError, RunFailedError, first_line
+from finetune.errors import FinetuneError, LaunchError, PeerFailedError, RunFailedError, first_line
 from finetune.units import format_ranks
 
-_LOOK_SECONDS = 0.02
-_PATIENCE_SECONDS = 2.0
+if TYPE_CHECKING:
+    from finetune.distributed.store_barrier import StoreBarrier
+
 Value = TypeVar("Value")
 _SAME_COMMAND = "Start every rank with the same command, the same config files and the same data."
-
-
-class StoreBarrier:
-    """A barrier at a store whose keys belong to this world alone. All ranks wait at it many times, in the same order.
-
-    Collective: every rank makes one.
-    """
-
-    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._num_waits = 0
-
-    def wait(self, activity: str, first_fault: Callable[[float], Fault | None]) -> None:
-        """Wait until all ranks are here for the same activity. Collective.
-
-        `first_fault` waits for so many seconds, and returns the world's first fault if there is one.
-
-        Raises:
-            RunFailedError: another rank has left or waits for something else, or the world has a fault.
-        """
-        self._num_waits += 1
-        try:
-            first = self._store.compare_set(str(self._num_waits), "", activity).decode()
-            if first != activity:
-                raise _alone(activity, f"another is in {first}")
-            self._count("here", 1)
-            while self._count("here", 0) < self._world_size:
-                # A rank may have come, seen that all are here, and left meanwhile.
-                if self._store.check(["left"]) and self._count("here", 0) < self._world_size:
-                    raise _alone(activity, f"rank {self._store.get('left').decode()} has left")
-                fault = first_fault(_LOOK_SECONDS)
-                if fault is not None:
-                    raise RunFailedError(str(fault), fault=fault)
-            self._count("seen", 1)
-        except RuntimeError as error:
-            raise _alone(activity, "rank 0, which keeps the store, has left") from error
-
-    def leave(self) -> None:
-        """Mark this rank as one that does not come to the barrier again. Not a collective.
-
-        The store ends with rank 0. So rank 0 waits until the others have seen that all ranks had come the last time.
-        """
-        patience = time.monotonic() + _PATIENCE_SECONDS
-        with suppress(RuntimeError):  # rank 0 and its store are gone: no rank waits there
-            self._store.compare_set("left", "", str(self._rank))
-            while self._rank == 0 and self._num_waits > 0 and self._count("seen", 0) < self._world_size:
-                if time.monotonic() > patience:
-                    break
-                time.sleep(_LOOK_SECONDS)
-
-    def _count(self, name: str, number: int) -> int:
-        """Add to a number of ranks at the current wait, and return it."""
-        return self._store.add(f"{self._num_waits}/{name}", number)
-
-
-def _alone(activity: str, reason: str) -> RunFailedError:
-    return RunFailedError(
-        f"this rank is in {activity}, but {reason}. With parallel.sharding=fsdp2 each rank holds a shard of the "
-        "weights, so all of them must compute: call run_test and whatever runs the model on every rank, not on rank 0 "
-        "alone."
-    )
 
 
 class Collectives:
@@ -248,6 +185,10 @@ class Collectives:
 
     def start_store_barrier(self) -> None:
         """Let `synchronize` wait at the rendezvous store, which a group that others made lacks. Collective."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
+
+        from finetune.distributed.store_barrier import StoreBarrier
+
         store, token = rendezvous_store(), self.broadcast_from_main(secrets.token_hex(8))
         if store is not None:
             self._barrier = StoreBarrier(

@@ -224,6 +224,11 @@ def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
     return _is_from_accelerate(environ) and read_environment(environ).world_size == 1
 
 
+def has_accelerate_settings(environ: Mapping[str, str]) -> bool:
+    """Return whether there is a setting of accelerate, which `accelerate_settings` reads."""
+    return any(name.startswith("ACCELERATE_") for name in environ)
+
+
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 

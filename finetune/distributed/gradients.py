@@ -2,7 +2,7 @@
 
 # No postponed annotations here: torch looks at those of `_summed` and refuses text.
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.engine.reference import WITHOUT_FLOAT64
-from finetune.runs.tensors import local_shard
-
-LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
-
-_PIECE = 65_536
-"""Values that a core's cache holds in float64."""
+from finetune.engine.loss import LossFunction
 
 
 def sum_flat(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -32,32 +26,6 @@ def sum_flat(parameters: Sequence[torch.nn.Parameter]) -> None:
     dist.all_reduce(flat)
     for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
-
-
-def gradient_norm(parameters: Sequence[torch.nn.Parameter], *, over: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Compute the norm of all gradients together, in float64 if their device has it: a scalar there.
-
-    In fp32 the norm of 200 million values changes in the fourth digit with the order in which they are added up, and so
-    from one number of ranks to another; clipping would carry that into the weights.
-
-    Collective with a group, for its ranks: those over which the gradients are sharded. Without one, each rank has the
-    full gradients.
-    """
-    gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    device_type = gradients[0].device.type
-    if device_type == "cpu":  # where torch takes ten times as long to convert each value as it is added
-        pieces = (piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE))
-        norms = [torch.linalg.vector_norm(piece.double()) for piece in pieces]
-    else:
-        norms = list(
-            torch._foreach_norm(gradients, 2, torch.float32 if device_type in WITHOUT_FLOAT64 else torch.float64)
-        )
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    if over is None:
-        return norm
-    squared = norm.square()
-    dist.all_reduce(squared, group=over)
-    return squared.sqrt()
 
 
 class Reducer:

@@ -20,14 +20,7 @@ from finetune.config.config_files import absolute
 from finetune.config.schema import DataSection
 from finetune.config.yaml_reader import OVERRIDES
 from finetune.distributed.accelerate_library import forget_accelerate
-from finetune.distributed.accelerate_settings import (
-    compare_accelerate_command,
-    hide_fsdp,
-    is_cpu_requested,
-    settings_of_accelerate,
-)
 from finetune.distributed.ddp_init import (
-    ProcessContext,
     cleanup_ddp,
     current_context,
     initialize_ddp,
@@ -36,7 +29,13 @@ from finetune.distributed.ddp_init import (
     joined_fallbacks,
 )
 from finetune.distributed.device import accelerator_type, deterministic_algorithms
-from finetune.distributed.environment import LaunchEnvironment, given_address, is_batch_script_body
+from finetune.distributed.environment import (
+    LaunchEnvironment,
+    given_address,
+    has_accelerate_settings,
+    is_batch_script_body,
+)
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import explain
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import kernels_kept_in, switch_fused, switch_replays
@@ -92,7 +91,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         outlive_readers()
     configure_logs(environment.rank, level=logging.DEBUG if config.training.debug else log_level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
-    launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
+    launcher_settings = _settings_of_launcher(config, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
     _check_keys_of_sharding(config, trains=trains)
     _compare_with_launch(config, environment, fallbacks)
@@ -109,7 +108,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     torch.manual_seed(config.seed)
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
-    with ExitStack() as signals, ExitStack() as leaving, hide_fsdp():
+    with ExitStack() as signals, ExitStack() as leaving, _hidden_fsdp():
         signals.enter_context(_signals_of_run(environment, trains=trains))
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
@@ -139,11 +138,32 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         runtime.close(None)
 
 
+def _settings_of_launcher(config: Config, *, world_size: int, trains: bool) -> dict[str, tuple[object, str]]:
+    """Return the keys that the launcher sets, see `settings_of_accelerate`. Only accelerate sets any."""
+    if not has_accelerate_settings(os.environ):
+        return {}
+    from finetune.distributed.accelerate_settings import settings_of_accelerate
+
+    return settings_of_accelerate(config, os.environ, world_size=world_size, trains=trains)
+
+
+def _hidden_fsdp() -> AbstractContextManager[None]:
+    """Return a block in which libraries do not see that accelerate was asked for FSDP."""
+    if not has_accelerate_settings(os.environ):
+        return nullcontext()
+    from finetune.distributed.accelerate_settings import hide_fsdp
+
+    return hide_fsdp()
+
+
 def _compare_with_launch(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
     """Compare the configuration with the launch, and log or record what was started in place of several processes."""
     refuse_another_launch(config, environment)
-    if dropped := compare_accelerate_command(config, environment):
-        fallbacks.take(dropped)
+    if has_accelerate_settings(os.environ):
+        from finetune.distributed.accelerate_settings import compare_accelerate_command
+
+        if dropped := compare_accelerate_command(config, environment):
+            fallbacks.take(dropped)
     if is_batch_script_body(os.environ):
         _log.warning(
             "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
@@ -191,6 +211,10 @@ def wished_device(config: Config) -> str | None:
     """Return the configured device, or the CPU of `accelerate launch --cpu`; None: this rank's own."""
     if config.training.device != "auto":
         return config.training.device
+    if not has_accelerate_settings(os.environ):
+        return None
+    from finetune.distributed.accelerate_settings import is_cpu_requested
+
     return "cpu" if is_cpu_requested(os.environ) else None
 
 

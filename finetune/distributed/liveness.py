@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
+from finetune.distributed.joined_world import ProcessContext
 from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError, first_line
 from finetune.signals import Terminated, received_stop_signal
 

@@ -14,24 +14,29 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from finetune.distributed.accelerate_library import Accelerator
 from finetune.distributed.collectives import Collectives
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import Precision, convert_weights
-from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import Liveness
 from finetune.distributed.stop_requests import StopRequests
-from finetune.runs.tensors import is_sharded
+from finetune.engine.products import WITHOUT_FLOAT64
+from finetune.runs.tensors import is_sharded, local_shard
 from finetune.threads import is_for_one_thread
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
+    from finetune.distributed.gradients import Reducer
     from finetune.distributed.sharding import ShardedModel
+    from finetune.engine.loss import LossFunction
 
 Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
+_PIECE = 65_536
+"""Values that a core's cache holds in float64."""
 
 
 class Placement:
@@ -182,6 +187,8 @@ class Placement:
         there = microbatch.to(self.context.device)
         with self._liveness.range("forward"), self.autocast():
             if self._reducer is None or self._reducer.model is not model:
+                from finetune.distributed.gradients import Reducer
+
                 with self._liveness.collective("making torch's reducer"):
                     self._reducer = Reducer(
                         model,
@@ -219,6 +226,8 @@ class Placement:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.context.distributed and self._reducer is None and not self.shards_trained:
+            from finetune.distributed.gradients import sum_flat
+
             with self._liveness.collective("sync_gradients", waits_before=False, waits_after=False):
                 sum_flat(parameters)
 
@@ -282,3 +291,29 @@ class Placement:
         """Return a block in which this rank computes and all-gathers weights: without a range or a wait of its own."""
         activity = f"gathering weights ({activity})"
         return self._liveness.collective(activity, is_named=False, waits_before=False, waits_after=False)
+
+
+def gradient_norm(parameters: Sequence[torch.nn.Parameter], *, over: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Compute the norm of all gradients together, in float64 if their device has it: a scalar there.
+
+    In fp32 the norm of 200 million values changes in the fourth digit with the order in which they are added up, and so
+    from one number of ranks to another; clipping would carry that into the weights.
+
+    Collective with a group, for its ranks: those over which the gradients are sharded. Without one, each rank has the
+    full gradients.
+    """
+    gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    device_type = gradients[0].device.type
+    if device_type == "cpu":  # where torch takes ten times as long to convert each value as it is added
+        pieces = (piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE))
+        norms = [torch.linalg.vector_norm(piece.double()) for piece in pieces]
+    else:
+        norms = list(
+            torch._foreach_norm(gradients, 2, torch.float32 if device_type in WITHOUT_FLOAT64 else torch.float64)
+        )
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    if over is None:
+        return norm
+    squared = norm.square()
+    dist.all_reduce(squared, group=over)
+    return squared.sqrt()

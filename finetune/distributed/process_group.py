@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
-from finetune.distributed.device import refuse_different_devices, refuse_shared_devices
 from finetune.distributed.environment import LaunchEnvironment
 from finetune.distributed.network import interface_towards, is_own_address
+from finetune.distributed.rank_devices import refuse_different_devices, refuse_shared_devices
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError, LeftToMain, first_line
 from finetune.fallbacks import Fallbacks

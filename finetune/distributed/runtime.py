@@ -20,11 +20,10 @@ import torch
 
 from finetune import __version__
 from finetune.distributed.accelerate_library import Accelerator, DistributedType
-from finetune.distributed.accelerate_settings import refuse_another_precision
 from finetune.distributed.collectives import Collectives
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import best_precision, choose_precision
-from finetune.distributed.environment import LaunchEnvironment
+from finetune.distributed.environment import LaunchEnvironment, has_accelerate_settings
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import Liveness
 from finetune.distributed.placement import Placement
 from finetune.distributed.stop_requests import StopRequests
@@ -57,7 +56,10 @@ class Runtime:
         self.environment = environment
         self.fallbacks = fallbacks
         self.precision = choose_precision(config.training.precision, best=best_precision(context.device))
-        refuse_another_precision(self.precision, config.training.precision, os.environ)
+        if has_accelerate_settings(os.environ):
+            from finetune.distributed.accelerate_settings import refuse_another_precision
+
+            refuse_another_precision(self.precision, config.training.precision, os.environ)
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)  # in a world of one, Accelerate takes the current one
             if config.training.memory_fraction < 1:

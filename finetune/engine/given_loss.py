@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import BY_DEVICE, Choices, before_head
 from finetune.engine.loss_head import chunks
-from finetune.engine.reference import in_float64, logits_of_padded
+from finetune.engine.products import in_float64
+from finetune.engine.reference import logits_of_padded
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:

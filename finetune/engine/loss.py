@@ -1,6 +1,7 @@
 """Compute the loss of a micro-batch: packed rows with the engine, padded rows with the model's own forward.
 
-It is the cross-entropy, or a function of it. `engine/given_loss.py` has other functions of logits and targets.
+It is the cross-entropy. `engine/loss_of_nats.py` has functions of it, and `engine/given_loss.py` functions of logits
+and targets.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,14 +18,12 @@ from finetune.engine.attention import attention
 from finetune.engine.decoder import OFFLOADS, Attention, Decoder, Keep, bare_model
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
-from finetune.engine.products import wide_type
-from finetune.engine.reference import cross_entropy_of_padded, in_float64
+from finetune.engine.products import in_float64
 
 if TYPE_CHECKING:
     from finetune.engine.microbatch import Microbatch
 
-
-Result = TypeVar("Result")
+LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 _in_pinned_memory: Keep = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
 
@@ -58,8 +57,10 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices
         choices: how packed rows are computed.
     """
     if not isinstance(microbatch, PackedMicrobatch):
+        from finetune.engine.reference import cross_entropy_of_padded
+
         return in_float64(cross_entropy_of_padded(model, microbatch)).sum()
-    return _BeforeHead.of(model, microbatch, choices).summed(microbatch.counts)
+    return BeforeHead.of(model, microbatch, choices).summed(microbatch.counts)
 
 
 def cross_entropy_per_target(
@@ -67,42 +68,13 @@ def cross_entropy_per_target(
 ) -> torch.Tensor:
     """Return nats of each target token, row after row: (num_targets,), fp32, without a gradient for packed rows."""
     if not isinstance(microbatch, PackedMicrobatch):
+        from finetune.engine.reference import cross_entropy_of_padded
+
         return cross_entropy_of_padded(model, microbatch, temperature)
-    return _BeforeHead.of(model, microbatch, choices, temperature).nats()
+    return BeforeHead.of(model, microbatch, choices, temperature).nats()
 
 
-def function_of_nats(
-    model: torch.nn.Module,
-    microbatch: Microbatch,
-    function: Callable[[torch.Tensor], tuple[torch.Tensor, Result]],
-    choices: Choices = BY_DEVICE,
-    *,
-    temperature: float = 1.0,
-) -> tuple[torch.Tensor, Result]:
-    """Compute a loss that is any function of the nats of target tokens.
-
-    `function` takes the nats of each target, row after row, float64, (num_targets,), and returns the loss, a scalar,
-    and anything else. Logits are divided by `temperature`. See `summed_cross_entropy` for the other arguments.
-
-    Returns:
-        The loss, with a gradient for the model, and what else `function` returned.
-    """
-    if not isinstance(microbatch, PackedMicrobatch):
-        return function(in_float64(cross_entropy_of_padded(model, microbatch, temperature)))
-    before = _BeforeHead.of(model, microbatch, choices, temperature)
-    # First compute the nats, then a weighted sum of them. Its weights are the derivatives of the function.
-    nats = in_float64(before.nats()).requires_grad_()
-    with torch.enable_grad():
-        loss, others = function(nats)
-        (weights,) = torch.autograd.grad(loss, nats)
-    loss = loss.detach()
-    if not before.hidden.requires_grad:
-        return loss, others
-    weighted = before.weighted_nats(weights)
-    return loss + (weighted - weighted.detach()), others
-
-
-class _BeforeHead(NamedTuple):
+class BeforeHead(NamedTuple):
     """A packed micro-batch where its targets are predicted."""
 
     hidden: torch.Tensor
@@ -113,7 +85,7 @@ class _BeforeHead(NamedTuple):
     chunk_bytes: int | None
 
     @classmethod
-    def of(cls, model: Any, rows: PackedMicrobatch, choices: Choices, temperature: float = 1.0) -> _BeforeHead:
+    def of(cls, model: Any, rows: PackedMicrobatch, choices: Choices, temperature: float = 1.0) -> BeforeHead:
         """Compute the layers before the head; the temperature divides what enters it."""
         hidden, head = before_head(model, rows, choices)
         bias = head.bias
@@ -128,12 +100,6 @@ class _BeforeHead(NamedTuple):
                 self.hidden.detach(), self.weight, self.rows.labels, bias=self.bias, chunk_bytes=self.chunk_bytes
             )
         return of_term[self.rows.target_term]
-
-    def weighted_nats(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the nats of all targets, each times its weight, (num_targets,), with a gradient."""
-        of_terms = torch.zeros(len(self.rows.labels), dtype=weights.dtype, device=weights.device)
-        of_terms.index_add_(0, self.rows.target_term.to(weights.device), weights)
-        return self.summed(of_terms.to(self.hidden.device, wide_type(self.hidden)))
 
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the sum of the nats of all terms, each times its count, (terms,), with a gradient."""

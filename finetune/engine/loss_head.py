@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from finetune.engine.fused import fused
-from finetune.engine.products import plus_product, product, wide_type
-from finetune.engine.reference import in_float64, nats_and_softmax
+from finetune.engine.products import in_float64, plus_product, product, wide_type
 
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """The size in bytes of a chunk's logits in fp32, by device type."""
@@ -144,6 +143,28 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torc
         part.copy_(softmax)
         losses.append(loss)
     return losses[0] if len(losses) == 1 else torch.cat(losses), logits
+
+
+def nats_and_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return nats of each label, (rows, 1), and the probabilities of each row, (rows, vocabulary).
+
+    On a CPU, torch's softmax adds up a row term by term in a few lanes, and each lane drops terms below half a rounding
+    of its sum. A large vocabulary has many: the probabilities then add up to as much as 1 + 4e-5. torch's
+    `sum` adds pairwise and drops none, so dividing by it corrects the probabilities.
+
+    Args:
+        logits: (rows, vocabulary), in fp32 or better.
+        labels: (rows, 1).
+        out: takes the probabilities; may be the logits.
+    """
+    largest = logits.amax(1, keepdim=True)
+    below_largest = largest - logits.gather(1, labels)
+    softmax = torch.softmax(logits, dim=1, out=out)
+    softmax.div_(softmax.sum(1, keepdim=True))
+    # The largest probability, exp(largest - log_sum_exp), is never small. This halves the work of a logsumexp.
+    return below_largest - softmax.amax(1, keepdim=True).log(), softmax
 
 
 def chunks(hidden: torch.Tensor, num_logits: int, chunk_bytes: int | None) -> Iterator[slice]:

@@ -77,6 +77,9 @@ ONEDNN: Any = LINEAR if PROCESSOR.prefers_onednn(_CAPABILITY, has_mkl=_HAS_MKL) 
 WIDENED = PROCESSOR.widened_types(_CAPABILITY)
 """Types in which this CPU does not multiply. Products in them are computed in fp32, see `wide_products`."""
 
+WITHOUT_FLOAT64 = frozenset({"mps"})
+"""Device types without float64. Sums in float64 are computed on the CPU instead."""
+
 FP8 = torch.float8_e4m3fn
 """The type of weights in fp8 (`finetune.engine.quantized`)."""
 
@@ -100,6 +103,11 @@ def make_room_for_bf16() -> None:
 def wide_type(x: torch.Tensor) -> torch.dtype:
     """Return the type of sums over values of x: fp32, or a wider type of x."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def in_float64(values: torch.Tensor) -> torch.Tensor:
+    """Convert values to float64, on the CPU if their device does not support it."""
+    return (values.cpu() if values.device.type in WITHOUT_FLOAT64 else values).double()
 
 
 class LowRank(NamedTuple):

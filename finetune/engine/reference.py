@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.engine.decoder import bare_model, family_of, logit_scale
+from finetune.engine.loss_head import nats_and_softmax
 
 if TYPE_CHECKING:
     from finetune.engine.microbatch import PaddedMicrobatch
-
-WITHOUT_FLOAT64 = frozenset({"mps"})
-"""Device types without float64. Sums in float64 are computed on the CPU instead."""
 
 
 def cross_entropy_of_padded(
@@ -43,28 +41,6 @@ def logits_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> tu
     return _logits_at(model, microbatch.input_ids, predicts), microbatch.input_ids[:, 1:][predicts]
 
 
-def nats_and_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return nats of each label, (rows, 1), and the probabilities of each row, (rows, vocabulary).
-
-    On a CPU, torch's softmax adds up a row term by term in a few lanes, and each lane drops terms below half a rounding
-    of its sum. A large vocabulary has many: the probabilities then add up to as much as 1 + 4e-5. torch's
-    `sum` adds pairwise and drops none, so dividing by it corrects the probabilities.
-
-    Args:
-        logits: (rows, vocabulary), in fp32 or better.
-        labels: (rows, 1).
-        out: takes the probabilities; may be the logits.
-    """
-    largest = logits.amax(1, keepdim=True)
-    below_largest = largest - logits.gather(1, labels)
-    softmax = torch.softmax(logits, dim=1, out=out)
-    softmax.div_(softmax.sum(1, keepdim=True))
-    # The largest probability, exp(largest - log_sum_exp), is never small. This halves the work of a logsumexp.
-    return below_largest - softmax.amax(1, keepdim=True).log(), softmax
-
-
 class _CrossEntropy(torch.autograd.Function):
     """`functional.cross_entropy`, with the probabilities of `nats_and_softmax`."""
 
@@ -78,11 +54,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factors: torch.Tensor) -> tuple[torch.Tensor, None]:
         softmax, labels = ctx.saved_tensors
         return (softmax * factors).scatter_add_(1, labels, -factors), None
-
-
-def in_float64(values: torch.Tensor) -> torch.Tensor:
-    """Convert values to float64, on the CPU if their device does not support it."""
-    return (values.cpu() if values.device.type in WITHOUT_FLOAT64 else values).double()
 
 
 def _logits_at(model: torch.nn.Module, input_ids: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ from finetune.export.rounding import measure_rounding
 from finetune.export.vectors import digest_weight_files, write_vectors
 from finetune.export.verifying import vectors_of_run
 from finetune.inference.finished_run import FinishedRun
-from finetune.model.from_hub import locate_model, missing_from_cache, repository_of
+from finetune.model.from_hub import locate_model, repository_of
+from finetune.model.local_files import missing_from_cache
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
 from finetune.runs.model_files import encode_tokenizer

@@ -17,7 +17,7 @@ from finetune.export.plain_reload import load_plain_model, logits_in_fp32
 from finetune.export.served_comparison import Rendered, ServedModel, Turns
 from finetune.export.vectors import MOST_DIFFERENCE, Digests, Vectors, answer_in_fp32, render_prompt
 from finetune.model.lora import quiet_peft
-from finetune.model.targets import ADAPTER_CONFIG, read_adapter_config, refuse_foreign_adapter
+from finetune.model.saved_adapter import ADAPTER_CONFIG, read_adapter_config, refuse_foreign_adapter
 from finetune.model.unsupported import refuse_oversized_folder
 
 

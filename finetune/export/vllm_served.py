@@ -26,7 +26,7 @@ from finetune.export.served_comparison import Rendered, Turns
 from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
 from finetune.inference.vllm_server import ServerGoneError, ServerLostError, ServerRefusalError, VllmServer
-from finetune.model.targets import read_adapter_config
+from finetune.model.saved_adapter import read_adapter_config
 from finetune.signals import end_with_parent
 
 PYTHON = "FINETUNE_VLLM"

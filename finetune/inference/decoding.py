@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from finetune.data.batches import derived_seed
 from finetune.engine.fused import replays_answers, switch_replays
 from finetune.engine.kv_cache import CachedDecoder
-from finetune.engine.products import is_in_4_bits, unchanged_weights
-from finetune.engine.reference import in_float64
+from finetune.engine.products import in_float64, is_in_4_bits, unchanged_weights
 from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback

@@ -187,7 +187,7 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
     Raises:
         ModelError: the adapter does not fit the base.
     """
-    from finetune.model.lora import load_adapter
+    from finetune.model.saved_adapter import load_adapter
     from finetune.runs.model_files import load_model
 
     path = run.config.model.path

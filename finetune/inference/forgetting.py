@@ -17,7 +17,8 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
-from finetune.engine.reference import in_float64, logits_of_padded
+from finetune.engine.products import in_float64
+from finetune.engine.reference import logits_of_padded
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, generate_answers, group_prompts
 from finetune.inference.prompts import encode_prompt, read_general_prompts

@@ -13,7 +13,7 @@ from finetune.data.batches import EvaluationLoader
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import cross_entropy_per_target
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
-from finetune.engine.reference import in_float64
+from finetune.engine.products import in_float64
 from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from finetune.engine.adapted import holds_nf4
 from finetune.engine.decoder import FAMILIES, OFFLOADS, bare_model, family_of
 from finetune.engine.products import full_shape
 from finetune.errors import ModelError
-from finetune.model.from_hub import load_part, locate_model, stored_weights
+from finetune.model.from_hub import load_part, locate_model, repository_of
 from finetune.model.unsupported import (
     describe_split_copy,
     estimate_parameters,
@@ -26,7 +26,7 @@ from finetune.model.unsupported import (
 from finetune.units import format_bytes, name_first
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune.config.schema import ModelSection
 
@@ -138,24 +138,6 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
     return config
 
 
-def read_generation_config(section: ModelSection) -> GenerationConfig | None:
-    """Read the model's generation_config.json. Return None if there is none or it is not JSON, as transformers does.
-
-    Raises:
-        ModelError: the file cannot be read for another reason, so the model could not be loaded either.
-    """
-    from transformers import GenerationConfig
-
-    where = locate_model(section)
-
-    def load() -> GenerationConfig | None:
-        with suppress(OSError):  # many models have no such file
-            return GenerationConfig.from_pretrained(where, revision=section.revision or "main")
-        return None
-
-    return load_part(section, load, where=where)
-
-
 def count_parameters(model: Any) -> tuple[int, int]:
     """Count the trainable parameters and all parameters; tied weights count once."""
     sizes = [(full_shape(weight).numel(), weight.requires_grad) for weight in model.parameters()]
@@ -246,8 +228,11 @@ def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) ->
     """
     if config.dtype is not torch.float32:
         return "auto"
+    from finetune.model.local_files import stored_weights
+
+    weights = stored_weights(where, repository_of(where, revision))
     names = {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}
-    return names.get(frozenset(weight.get_dtype() for weight in stored_weights(where, revision).values()), "auto")
+    return names.get(frozenset(weight.get_dtype() for weight in weights.values()), "auto")
 
 
 def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> None:
@@ -311,24 +296,3 @@ def route_by_score(model: nn.Module) -> int:
         if hasattr(module, "input_jitter_noise"):
             module.input_jitter_noise = 0.0
     return len(routers)
-
-
-def add_embedding_noise(model: Any, alpha: float) -> None:
-    """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens, in training mode only.
-
-    The paper uses an alpha of 5 to 15 (NEFTune: arXiv:2310.05914).
-
-    The noise comes from torch's global generator, which `train_step` seeds for each micro-batch from (seed, step, index
-    in the global batch): it does not depend on the rank that computes it, or on whether the run was resumed. The length
-    counts the padding of the micro-batch, as in TRL and transformers.
-    """
-
-    def noisy(module: nn.Module, _: object, embedded: torch.Tensor) -> torch.Tensor:
-        if not module.training:
-            return embedded
-        length, width = embedded.shape[-2:]
-        bound = alpha / (length * width) ** 0.5
-        noise = torch.empty_like(embedded).uniform_(-bound, bound)
-        return embedded + noise
-
-    bare_model(model).get_input_embeddings().register_forward_hook(noisy)

@@ -1,4 +1,4 @@
-"""Add a LoRA adapter to a base model, or load a saved one."""
+"""Add a LoRA adapter to a base model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.errors import ConfigError, ModelError, first_line
+from finetune.errors import ModelError, first_line
 from finetune.model.base import count_parameters
 from finetune.model.targets import (
     has_transposed_targets,
-    refuse_foreign_adapter,
     refuse_modules_to_save,
     refuse_ranks_that_cannot_fit,
     refuse_useless_patterns,
@@ -52,13 +50,18 @@ def add_lora(
         from finetune.model.quantized import refuse_unquantized
 
         refuse_unquantized(model, section)
-    ids = ids_of_new_tokens(tokenizer, section)
-    if ids:
+    ids: list[int] = []
+    if section.new_tokens:
+        from finetune.model.new_tokens import grow_embeddings, ids_of_new_tokens
+
+        ids = ids_of_new_tokens(tokenizer, section)
         grow_embeddings(model, ids[-1] + 1)
     targets = resolve_targets(model, section.target_modules, section.layers)
     adapted = attach_adapter(model, section, targets, ids)
     if ids:
-        _start_from_mean_row(adapted, ids)
+        from finetune.model.new_tokens import start_from_mean_row
+
+        start_from_mean_row(adapted, ids)
     if section.init != "default":
         from finetune.model.adapter_start import start_from_principal_values
 
@@ -112,49 +115,11 @@ def attach_adapter(
     return adapted
 
 
-def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put a saved adapter on its base. The adapter is trainable, so that `Placement.place` keeps it in fp32.
-
-    Raises the errors of `refuse_foreign_adapter`.
-    """
-    from peft import PeftModel
-
-    tokens = refuse_foreign_adapter(base, folder).get("trainable_token_indices") or {}
-    rows = tokens.values() if isinstance(tokens, dict) else [tokens]
-    grow_embeddings(base, max((max(ids) + 1 for ids in rows), default=0))
-    with quiet_peft():
-        model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
-    trained_in_fp32(model)
-    return model
-
-
 def trained_in_fp32(model: torch.nn.Module) -> None:
     """Convert the weights that train to fp32. PEFT keeps whole layers in the type of the base."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
-
-
-def grow_embeddings(model: Any, num_rows: int) -> None:
-    """Give the embedding at least `num_rows` rows. It is never made smaller, since models keep rows in reserve.
-
-    Added rows are the mean of the present ones, the same on every rank.
-    """
-    rows = model.get_input_embeddings().weight.shape[0]
-    if num_rows <= rows:
-        return
-    with torch.no_grad():
-        model.resize_token_embeddings(num_rows, mean_resizing=False)
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            if layer is not None:
-                layer.weight[rows:] = layer.weight[:rows].float().mean(dim=0).to(layer.weight.dtype)
-    _log.warning(
-        "the embedding grew from %d to %d rows for new tokens: before the adapter is loaded elsewhere, "
-        "base.resize_token_embeddings(%d) is needed there",
-        rows,
-        num_rows,
-        num_rows,
-    )
 
 
 def fingerprint_base(model: torch.nn.Module, section: LoraSection) -> str:
@@ -190,7 +155,11 @@ def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[
     from peft.utils.constants import EMBEDDING_LAYER_NAMES
 
     is_tied = getattr(model.config, "tie_word_embeddings", False)
-    rank, alpha, is_root = section.r, section.alpha, section.rslora
+    rank, alpha, is_root, rows = section.r, section.alpha, section.rslora, None
+    if ids:
+        from finetune.model.new_tokens import rows_to_train
+
+        rows = rows_to_train(model, ids)
     if section.init != "default":
         from finetune.model.adapter_start import update_scale
 
@@ -206,7 +175,7 @@ def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[
         use_dora=section.dora,
         target_modules=targets,
         fan_in_fan_out=has_transposed_targets(model, targets),
-        trainable_token_indices=_rows_to_train(model, ids),
+        trainable_token_indices=rows,
         modules_to_save=list(section.modules_to_save) or None,
         # PEFT warns if there is nothing to tie.
         ensure_weight_tying=is_tied and not set(EMBEDDING_LAYER_NAMES).isdisjoint(section.modules_to_save),
@@ -226,59 +195,3 @@ def quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         yield
-
-
-def ids_of_new_tokens(tokenizer: PreTrainedTokenizerBase | None, section: LoraSection) -> list[int]:
-    """Return the ids that `add_tokens` gave, ascending; empty if the configuration adds none.
-
-    Raises:
-        ConfigError: the recipe has not added them.
-    """
-    known = tokenizer.get_vocab() if tokenizer is not None and section.new_tokens else {}
-    missing = [token for token in section.new_tokens if token not in known]
-    if missing:
-        raise ConfigError(
-            f"lora.new_tokens is {', '.join(section.new_tokens)}, but this recipe does not add them to its tokenizer. "
-            "Use recipes/finetune_new_tokens.py, or call add_tokens(tokenizer, config.lora) before the rows are "
-            "encoded and add_lora(model, config.lora, tokenizer)."
-        )
-    return sorted(known[token] for token in section.new_tokens)
-
-
-def _rows_to_train(model: Any, ids: list[int]) -> dict[str, list[int]] | None:
-    """Return PEFT's `trainable_token_indices` for these tokens: for both embeddings, or for the tied one.
-
-    The base's own rows stay as they are, and the adapter's file holds the new rows. See
-    https://huggingface.co/docs/peft/package_reference/trainable_tokens.
-
-    Raises:
-        ModelError: the head has a bias, which PEFT's layer would leave out.
-    """
-    if not ids:
-        return None
-    names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise ModelError(
-            f"lora.new_tokens: the head of this {model.config.model_type} model has a bias, which PEFT's trainable "
-            "tokens leave out. Remove lora.new_tokens, and use texts that the tokenizer knows."
-        )
-    is_tied = head.weight is embedding.weight
-    layers = [embedding] if is_tied else [embedding, head]
-    return {names[id(layer)].rpartition(".")[2]: ids for layer in layers}
-
-
-def _start_from_mean_row(model: Any, ids: list[int]) -> None:
-    """Start the new rows as the mean of the rows that the base's tokenizer uses, without those in reserve.
-
-    The model is a PEFT model that trains these rows. Ids before the first new one are the tokenizer's own.
-    """
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
-
-    for layer in model.modules():
-        if not isinstance(layer, TrainableTokensLayer) or layer.tied_adapter is not None:
-            continue
-        base: Any = layer.get_base_layer()
-        known = base.weight[: ids[0]].detach()
-        for delta in layer.trainable_tokens_delta.values():
-            delta.data.copy_(known.float().mean(dim=0).expand(len(ids), -1))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from finetune.engine.decoder import family_of
-from finetune.model.from_hub import locate_model, missing_from_cache, repository_of
+from finetune.model.from_hub import locate_model, repository_of
+from finetune.model.local_files import missing_from_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -19,7 +19,8 @@ from finetune.engine.decoder import FAMILIES, Family, bare_model
 from finetune.engine.quantized import MULTIPLE, in_4_bits_without_data, why_not_fp8
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model
-from finetune.model.from_hub import locate_model, stored_weights
+from finetune.model.from_hub import locate_model, repository_of
+from finetune.model.local_files import stored_weights
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -89,7 +90,8 @@ def weights_from_disk(section: ModelSection, states: Mapping[str, Any]) -> Itera
     Raises:
         ModelError: the files hold no weights of these names and shapes.
     """
-    stored = stored_weights(locate_model(section), section.revision)
+    where = locate_model(section)
+    stored = stored_weights(where, repository_of(where, section.revision))
     for name, state in states.items():
         if name not in stored or stored[name].get_shape() != list(state.shape):
             raise ModelError(f"the files of {section.path} hold {name} under another name or in another shape")

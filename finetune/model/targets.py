@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.data.rendering import match_patterns
 from finetune.errors import ConfigError, ModelError
-from finetune.limits import read_regular
-from finetune.model.unsupported import memory_of_machine, refuse_irregular_folder
+from finetune.model.unsupported import memory_of_machine
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,26 +21,10 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import LoraSection
 
-ADAPTER_CONFIG = "adapter_config.json"
 _MOST_SHOWN = 60
-_FORM = r"(.*\.)?({})$"
+FORM_OF_PATTERNS = r"(.*\.)?({})$"
 """The regular expression that PEFT makes of a key in `rank_pattern` and `alpha_pattern`."""
-_PATTERNS = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
-"""Keys of an adapter. PEFT may match their values, or the names in them, as regular expressions."""
 _log = logging.getLogger(__name__)
-
-
-class _AdapterConfig(BaseModel, strict=True):
-    peft_type: Literal["LORA"]
-    r: PositiveInt
-    rank_pattern: dict[str, PositiveInt] | None = None
-    target_modules: list[str] | str | None = None
-    trainable_token_indices: list[NonNegativeInt] | dict[str, list[NonNegativeInt]] | None = None
-    init_lora_weights: bool | Annotated[str, Field(pattern=r"^[a-z_]*\d{0,3}$")] = True
-    """PiSSA may name a number of iterations, which takes time."""
-    layer_replication: None = None
-    megatron_config: None = None
-    target_parameters: Annotated[list[str], Field(max_length=0)] | None = None
 
 
 def resolve_targets(
@@ -67,7 +45,7 @@ def resolve_targets(
         if in_experts:
             _log.info("lora.target_modules=auto leaves the experts as they are: %s parameters", f"{in_experts:,}")
     else:
-        matches = _matching("lora.target_modules", wish, linear)
+        matches = match_names("lora.target_modules", wish, linear)
         useless = [pattern for pattern, names in matches.items() if not names]
         if useless or not matches:
             raise _no_match("target_modules", ", ".join(useless) or "the empty list", "linear layer", model, linear)
@@ -105,7 +83,7 @@ def refuse_useless_patterns(model: PreTrainedModel, targets: Sequence[str], sect
     """
     adapted = sorted(_names_of(targets, linear_layers(model)))
     for key, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
-        for pattern, names in _matching(f"lora.{key}", list(patterns), adapted, _FORM).items():
+        for pattern, names in match_names(f"lora.{key}", list(patterns), adapted, FORM_OF_PATTERNS).items():
             if not names:
                 raise _no_match(key, pattern, "adapted layer", model, adapted)
 
@@ -159,101 +137,22 @@ def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
     return bool(adapted) and all(isinstance(layer, Conv1D) for layer in adapted)
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read what PEFT builds an adapter from. No file of the folder is opened that might never end.
-
-    Raises:
-        ModelError: a file of the folder is irregular, the configuration cannot be read, or it asks for something that
-            neither finetune nor PEFT's plain LoRA writes.
-    """
-    refuse_irregular_folder(folder)
-    file = folder / ADAPTER_CONFIG
-    try:
-        record: dict[str, Any] = json.loads(read_regular(file, follows_links=True))
-        _AdapterConfig.model_validate(record)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key, value = ".".join(map(str, first["loc"])), repr(first["input"])[:_MOST_SHOWN]
-        raise ModelError(
-            f"the adapter in {folder} cannot be loaded: {ADAPTER_CONFIG} has {key}={value} ({first['msg']}). Use an "
-            "undamaged copy."
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}. Use an undamaged copy.") from error
-    return record
-
-
-def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """Refuse an adapter that does not fit the model, before PEFT builds it. Return its configuration.
-
-    PEFT would first allocate layers of any rank, and match patterns without a limit of time.
-
-    Raises:
-        ModelError: the adapter is damaged, or has layers, parameters or tokens that the model or its file lacks.
-        ConfigError: a pattern takes too long to match.
-    """
-    record = read_adapter_config(folder)
-    names = [name for name, _ in model.named_modules()]
-    values = [value for key in _PATTERNS if isinstance(value := record.get(key), (str, list, dict))]
-    patterns = [str(each) for value in values for each in ([value] if isinstance(value, str) else value)]
-    _matching(f"{ADAPTER_CONFIG} in {folder}", patterns, names, _FORM)
-    if isinstance(targets := record.get("target_modules"), list):
-        there = linear_layers(model)
-        missing = sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in there))
-        if missing:
-            short = sorted({name.rpartition(".")[2] for name in there})
-            raise ModelError(
-                f"the adapter in {folder} has layers that this {model.config.model_type} model lacks: "
-                f"{', '.join(missing)}. The model has: {', '.join(short)}. Give the model that the adapter was trained "
-                "on."
-            )
-    _refuse_unstored_parameters(model, folder)
-    embedding: Any = model.get_input_embeddings()
-    rows, tokens = len(embedding.weight), record.get("trainable_token_indices") or {}
-    for ids in tokens.values() if isinstance(tokens, dict) else [tokens]:
-        if ids and max(ids) >= rows + len(ids):
-            raise ModelError(
-                f"the adapter in {folder} trains row {max(ids):,} of the embedding, but the base has {rows:,} rows and "
-                f"the adapter {len(ids):,} tokens. Use an undamaged copy, or the base that it was trained on."
-            )
-    return record
-
-
-def _refuse_unstored_parameters(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse an adapter if its configuration describes more parameters than its file holds."""
-    from peft import LoraConfig
-
-    config: Any = LoraConfig.from_pretrained(str(folder))
-    described = _parameters_of(config, model)
-    file = folder / "adapter_model.safetensors"
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            stored = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} cannot be read: {error}. Use an undamaged copy.") from error
-    if described > stored:
-        raise ModelError(
-            f"the adapter in {folder} is damaged: {ADAPTER_CONFIG} describes {described:,} parameters (rank "
-            f"{_highest_rank(config):,}), but {file.name} holds {stored:,}. Use an undamaged copy."
-        )
-
-
 def refuse_ranks_that_cannot_fit(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse a new adapter that has more weights than this machine has memory for, before PEFT allocates them.
 
     Raises:
         ConfigError: names the highest rank.
     """
-    memory, needed = memory_of_machine(), 4 * _parameters_of(config, model)
+    memory, needed = memory_of_machine(), 4 * parameters_of_adapter(config, model)
     if needed > memory and torch.get_default_device().type != "meta":
         raise ConfigError(
-            f"lora.r: the highest rank is {_highest_rank(config):,}, so the adapter alone would take "
+            f"lora.r: the highest rank is {highest_rank(config):,}, so the adapter alone would take "
             f"{format_bytes(needed)}, but this machine has {format_bytes(memory)} of main memory, swap included. Lower "
             "lora.r or lora.rank_pattern."
         )
 
 
-def _parameters_of(config: Any, model: PreTrainedModel) -> int:
+def parameters_of_adapter(config: Any, model: PreTrainedModel) -> int:
     """Count the parameters of the LoRA layers that a configuration of PEFT's describes. Nothing is built."""
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
@@ -268,7 +167,8 @@ def _parameters_of(config: Any, model: PreTrainedModel) -> int:
     return described
 
 
-def _highest_rank(config: Any) -> int:
+def highest_rank(config: Any) -> int:
+    """Return the highest rank of any layer that a configuration of PEFT's describes."""
     ranks: list[int] = [config.r, *(config.rank_pattern or {}).values()]
     return max(ranks)
 
@@ -280,10 +180,10 @@ def _returns_product(layer: Any) -> bool:
 
 def _names_of(targets: Sequence[str], names: Collection[str]) -> set[str]:
     """Return the names that one of these targets matches."""
-    return set[str]().union(*_matching("lora.target_modules", targets, list(names)).values())
+    return set[str]().union(*match_names("lora.target_modules", targets, list(names)).values())
 
 
-def _matching(source: str, patterns: Sequence[str], names: Sequence[str], form: str = "{}") -> dict[str, set[str]]:
+def match_names(source: str, patterns: Sequence[str], names: Sequence[str], form: str = "{}") -> dict[str, set[str]]:
     """Return the names that each pattern matches: as a regular expression in this form, or as their last components.
 
     Raises:

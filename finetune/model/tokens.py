@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.chat_template import read_template_file, use_chat_template
 from finetune.data.templates import stop_ids
-from finetune.errors import ConfigError, DataError, ModelError
+from finetune.errors import DataError, ModelError
 from finetune.model.base import read_config_json
 from finetune.model.from_hub import load_part, locate, locate_model
 from finetune.model.unsupported import refuse_oversized, refuse_oversized_folder
@@ -17,7 +17,7 @@ from finetune.model.unsupported import refuse_oversized, refuse_oversized_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.config.schema import Config, LoraSection, ModelSection
+    from finetune.config.schema import Config, ModelSection
 
 _NEW_PAD = "<|pad|>"
 _MADE_TO_PAD = frozenset({_NEW_PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>"})
@@ -63,36 +63,11 @@ def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """
     tokenizer = build_tokenizer(config.model)
     use_chat_template(tokenizer, config.data.chat_template, config.data.template_date)
-    if config.training.method == "lora":
+    if config.training.method == "lora" and config.lora.new_tokens:
+        from finetune.model.new_tokens import add_tokens
+
         add_tokens(tokenizer, config.lora)
     return tokenizer
-
-
-def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None:
-    """Add the tokens of `lora.new_tokens` to the tokenizer, before any row is encoded.
-
-    They are not special tokens: rows may contain them as text, and decoded answers show them.
-
-    Raises:
-        ConfigError: one of them is a token already.
-    """
-    from tokenizers import AddedToken
-
-    known, special = (
-        tokenizer.get_vocab(),
-        {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special},
-    )
-    there = [
-        token for token in section.new_tokens if token in special or known.get(token, 1 << 62) < tokenizer.vocab_size
-    ]
-    if there:
-        raise ConfigError(
-            f"lora.new_tokens: {', '.join(there)} is already a token of this tokenizer (id {known[there[0]]}). "
-            "Remove it from the list."
-        )
-    added = [AddedToken(token, special=False, normalized=False) for token in section.new_tokens]
-    if added:
-        tokenizer.add_tokens(added)
 
 
 def set_stop_and_pad_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

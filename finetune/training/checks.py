@@ -14,7 +14,7 @@ from finetune.config.objectives import OBJECTIVES, SECTIONS
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
-from finetune.model.from_hub import Part, has_to_use_cache, locate, missing_from_cache, repository_of
+from finetune.model.from_hub import locate, repository_of
 from finetune.runs.state import TrainerState
 from finetune.units import counted, name_first
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from finetune.config.hub import Repository
     from finetune.config.schema import Config, ModelSection
     from finetune.distributed.runtime import Runtime
+    from finetune.model.local_files import Part
     from finetune.training.step import StepResult
 _log = logging.getLogger(__name__)
 _EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
@@ -141,6 +142,11 @@ def check_inputs(config: Config, *, needs_weights: bool) -> None:
     """
     check_paths(config)
     at_hub = list(_parts_at_hub(config.model, needs_weights=needs_weights))
+    if not at_hub:
+        check_local_rows(config.data, None)
+        return
+    from finetune.model.local_files import has_to_use_cache, missing_from_cache
+
     is_to_download = any(missing_from_cache(repository, part) for repository, part, _ in at_hub)
     check_local_rows(config.data, config.objective.reads if is_to_download else None)
     for repository, part, key in at_hub:

@@ -21,9 +21,8 @@ from finetune.fallbacks import Fallback
 
 if TYPE_CHECKING:
     from finetune.config.schema import TrainingSection
-    from finetune.distributed.gradients import LossFunction
     from finetune.distributed.runtime import Runtime
-    from finetune.engine.loss import Choices
+    from finetune.engine.loss import Choices, LossFunction
 
 _log = logging.getLogger(__name__)
 _WIDE = 512

@@ -13,8 +13,7 @@ from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits, filler_rows
 from finetune.data.examples import load_examples
-from finetune.distributed.gradients import LossFunction
-from finetune.engine.loss import Choices
+from finetune.engine.loss import Choices, LossFunction
 from finetune.errors import ConfigError
 from finetune.inference.losses import SplitLosses
 from finetune.runs.model_files import load_model

@@ -16,7 +16,7 @@ from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
-from finetune.model.base import add_embedding_noise, checkpoint_gradients, states_in_4_bits
+from finetune.model.base import checkpoint_gradients, states_in_4_bits
 from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.checkpoints import save_base
@@ -221,6 +221,8 @@ def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: 
     if runtime.placement.shard_size is None:
         runtime.placement.place(model)
     if config.training.neftune_alpha:
+        from finetune.model.embedding_noise import add_embedding_noise
+
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
     collate = checked.objective.collate(forward.collate)

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.data.batches import derived_seed
-from finetune.distributed.gradients import LossFunction
 from finetune.distributed.liveness import as_out_of_memory
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.loss import LossFunction, summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
-from finetune.engine.products import unchanged_weights
-from finetune.engine.reference import in_float64
+from finetune.engine.products import in_float64, unchanged_weights
 from finetune.errors import DataError, RunFailedError
 from finetune.training.optim import learning_rate_at, set_learning_rate, trainable_parameters
 

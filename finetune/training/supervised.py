@@ -6,8 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import EvaluationLoader
-from finetune.distributed.gradients import LossFunction
-from finetune.engine.loss import Choices, cross_entropy_per_target, summed_cross_entropy
+from finetune.engine.loss import Choices, LossFunction, cross_entropy_per_target, summed_cross_entropy
 from finetune.inference.losses import SplitLosses, sum_losses
 from finetune.training.objective import Objective
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.examples import is_all_here, read_opening
-from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import BY_DEVICE
+from finetune.engine.loss import BY_DEVICE, LossFunction
 from finetune.errors import ConfigError, DataError
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.logs import speaks_to_a_person

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from finetune.distributed.collectives import StoreBarrier
+from finetune.distributed.store_barrier import StoreBarrier
 from finetune.errors import RunFailedError
 
 

@@ -3,15 +3,15 @@ import types
 import pytest
 import torch
 
-from finetune.distributed.device import (
+from finetune.distributed.device import _resolve_device
+from finetune.distributed.process_group import choose_backend
+from finetune.distributed.rank_devices import (
     _pick_device,
-    _resolve_device,
     device_identity,
     device_of_rank,
     refuse_different_devices,
     refuse_shared_devices,
 )
-from finetune.distributed.process_group import choose_backend
 from finetune.errors import LaunchError
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

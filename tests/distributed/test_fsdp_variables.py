@@ -138,6 +138,7 @@ def test_what_only_reads_a_run_is_sharded_whatever_its_training_was(tmp_path):
 )
 def test_what_accelerate_drops_because_of_cpu_is_refused(tmp_path, monkeypatch, engine, instead):
     command = AccelerateCommand(2, engine)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda _: command)
     config = load_config(run_words(tmp_path / "run"))
     with pytest.raises(LaunchError, match=f"asked for {engine}.* started one process.* {instead}"), launch(config):

@@ -12,9 +12,9 @@ from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.collectives import Collectives
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import best_precision
 from finetune.distributed.environment import read_environment
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.launch import _check_world, _refuse_what_mps_lacks, launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, LaunchError
@@ -214,6 +214,7 @@ def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, launcher, 
 
 def test_a_strict_run_refuses_fewer_processes_than_accelerate_was_asked_for(monkeypatch):
     asked = accelerate_library.AccelerateCommand(num_processes=2, engine=None)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda environ: asked)
     words = r"(?s)accelerate launch was asked for 2 processes on the CPU and started one.*The run is strict"
     with pytest.raises(ConfigError, match=words), launch(config(strict=True)):

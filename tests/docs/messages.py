@@ -31,11 +31,11 @@ from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_
 from finetune.config import hub
 from finetune.config.schema import Config, ModelSection
 from finetune.data import rendering
-from finetune.distributed import accelerate_settings, device, process_group, rendezvous
+from finetune.distributed import accelerate_settings, device, process_group, rank_devices, rendezvous
 from finetune.distributed.accelerate_library import AccelerateCommand, forget_accelerate
-from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.guardian.faults import Position, describe_late, lost_rank
+from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import explain
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.distributed.runtime import Runtime
@@ -174,6 +174,7 @@ def outside_of_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 @maker
 def accelerate_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     """Without the launcher itself, which tests/test_launch_forms.py starts."""
+    _set(monkeypatch, {"ACCELERATE_USE_CPU": "true"})
     monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda _: AccelerateCommand(2, None))
     return printed_by(lambda: _enter(_config()))
 
@@ -208,13 +209,13 @@ def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 @maker
 def too_few_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    return printed_by(lambda: device._pick_device(1))
+    return printed_by(lambda: rank_devices._pick_device(1))
 
 
 @maker
 def different_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     kinds = ["cuda with nccl"] * 4 + ["cpu with gloo"] * 4
-    return printed_by(lambda: device.refuse_different_devices(dict(enumerate(kinds))))
+    return printed_by(lambda: rank_devices.refuse_different_devices(dict(enumerate(kinds))))
 
 
 @maker
@@ -434,7 +435,7 @@ def no_such_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 CALLS: dict[str, Callable[[], object]] = {
     "no_process_group": dist.barrier,
     "ddp_alone": lambda: _enter(_config(ddp=True)),
-    "shared_gpu": lambda: device.refuse_shared_devices(dict.fromkeys((0, 1), "node1 GPU-5d1a")),
+    "shared_gpu": lambda: rank_devices.refuse_shared_devices(dict.fromkeys((0, 1), "node1 GPU-5d1a")),
     "nccl_on_the_cpu": lambda: initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu"),
     "other_tokens_in_llama_cpp": lambda: refuse_other_ids(find_rules(lowercasing_tokenizer())),
 }

@@ -24,7 +24,8 @@ from finetune.config.schema import ModelSection
 from finetune.engine import products
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.layout import pack
-from finetune.engine.loss import function_of_nats, summed_cross_entropy
+from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.loss_of_nats import function_of_nats
 from finetune.engine.products import unchanged_weights
 from finetune.model.quantized import load_in_4_bits
 from tests.engine.test_decoder import CONFIGS, with_lora

@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM, Phi3Config, PretrainedConfig, Qwe
 from finetune.config.schema import Config, LoraSection, ModelSection
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
-from finetune.distributed.gradients import LossFunction
 from finetune.distributed.launch import launch
 from finetune.distributed.liveness import Liveness
 from finetune.engine.attention_cuda import VarlenRuns, varlen_attention
+from finetune.engine.compiled import run_compiled
 from finetune.engine.decoder import Decoder
-from finetune.engine.fused import FORMULAS, LAUNCHES, _run, switch_fused
+from finetune.engine.fused import FORMULAS, LAUNCHES, switch_fused
 from finetune.engine.layout import pack
-from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
+from finetune.engine.loss import BY_DEVICE, LossFunction, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
@@ -234,7 +234,7 @@ def test_a_fused_function_takes_the_kernels_that_it_declares(name: str, inputs: 
     torch._dynamo.reset()
     switches = {"_post_fusion_custom_pass": count, "fx_graph_cache": False}
     with inductor_config.patch(switches), pytest.raises(Exception, match="_Counted"):
-        _run(FORMULAS[name], *args)
+        run_compiled(FORMULAS[name], *args)
     torch._dynamo.reset()
     assert 1 <= len(loops[0]) <= LAUNCHES[name], loops
 

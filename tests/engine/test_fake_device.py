@@ -15,7 +15,7 @@ from finetune.config.schema import Config, LoraSection, PreferenceSection
 from finetune.data.batches import pad
 from finetune.distributed.device import deterministic_algorithms
 from finetune.distributed.launch import launch
-from finetune.engine import reference
+from finetune.engine import products
 from finetune.engine.decoder import bare_model
 from finetune.engine.fused import switch_fused
 from finetune.engine.host_embedding import embedding_that_may_leave, keep_embedding_on_host
@@ -178,7 +178,7 @@ APPLE = {
 @pytest.mark.parametrize("what", APPLE)
 def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """As Apple's GPUs are (mps): sums in float64 are on the CPU, their gradients come back, and attention is dense."""
-    monkeypatch.setattr(reference, "WITHOUT_FLOAT64", {KIND})
+    monkeypatch.setattr(products, "WITHOUT_FLOAT64", {KIND})
     use_there(monkeypatch, "dense")
     with torch.autograd.set_multithreading_enabled(False), FakeDevice(has_float64=False):
         assert_as_on_the_cpu(adapted(), *APPLE[what])

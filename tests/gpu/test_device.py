@@ -10,7 +10,7 @@ import torch
 
 from finetune import load_config
 from finetune.diagnose.plan_devices import find_device
-from finetune.distributed.device import device_identity, refuse_shared_devices
+from finetune.distributed.rank_devices import device_identity, refuse_shared_devices
 from finetune.errors import LaunchError
 from finetune.training.train import train
 from tests.gpu.models import write_inputs

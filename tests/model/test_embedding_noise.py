@@ -9,7 +9,8 @@ from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import pad
 from finetune.distributed.launch import launch
 from finetune.engine.supported import unsupported_reason
-from finetune.model.base import add_embedding_noise, evaluation_mode
+from finetune.model.base import evaluation_mode
+from finetune.model.embedding_noise import add_embedding_noise
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step

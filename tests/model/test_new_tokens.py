@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from finetune.config.schema import LoraSection
 from finetune.errors import ConfigError, ModelError
-from finetune.model.lora import add_lora, grow_embeddings, load_adapter
-from finetune.model.tokens import add_tokens
+from finetune.model.lora import add_lora
+from finetune.model.new_tokens import add_tokens, grow_embeddings
+from finetune.model.saved_adapter import load_adapter
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 from tests.tiny_training import (

@@ -33,13 +33,13 @@ from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
 from finetune.export.merge_effect import IN_4_BITS, IN_16_BITS, MERGED
 from finetune.model.base import build_base_model, count_parameters, states_in_4_bits
-from finetune.model.lora import load_adapter
 from finetune.model.quantized import (
     build_quantized_base,
     load_in_4_bits,
     refuse_where_quantizing_is_impossible,
     weights_from_disk,
 )
+from finetune.model.saved_adapter import load_adapter
 from finetune.report.page import _verdict as sentences_of
 from finetune.runs.recorded_run import RecordedRun
 from finetune.training import low_precision, merging

@@ -17,7 +17,8 @@ from finetune.config.schema import LoraSection, ModelSection
 from finetune.errors import ConfigError, ModelError
 from finetune.export.runtimes import load_transformers
 from finetune.model.base import build_base_model, count_parameters, read_model_config
-from finetune.model.lora import add_lora, load_adapter
+from finetune.model.lora import add_lora
+from finetune.model.saved_adapter import load_adapter
 from finetune.model.tokens import build_tokenizer
 from finetune.model.unsupported import MOST_LAYERS, estimate_parameters, refuse_oversized
 from tests.launches import REPOSITORY

@@ -14,7 +14,8 @@ from transformers import LlamaConfig
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.base import build_base_model, max_context, read_model_config
-from finetune.model.lora import add_lora, load_adapter
+from finetune.model.lora import add_lora
+from finetune.model.saved_adapter import load_adapter
 from finetune.model.unsupported import refuse_unsupported
 from tests.model.variants import BOUNDARY, VARIANTS
 from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config

@@ -16,9 +16,8 @@ from finetune.config.compose import load_config
 from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import loader_keys_on, packer, pad
 from finetune.data.encoded import filler_rows
-from finetune.distributed.gradients import LossFunction
 from finetune.engine.host_embedding import HostEmbedding, embedding_that_may_leave, keep_embedding_on_host
-from finetune.engine.loss import Choices, summed_cross_entropy
+from finetune.engine.loss import Choices, LossFunction, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder

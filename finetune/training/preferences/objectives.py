@@ -15,8 +15,7 @@ from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.encoded import filler_rows
 from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedLabelled, EncodedPairs, encode_labelled, encode_preferences
-from finetune.distributed.gradients import LossFunction
-from finetune.engine.loss import Choices
+from finetune.engine.loss import Choices, LossFunction
 from finetune.errors import ConfigError, DataError
 from finetune.inference.losses import SplitLosses
 from finetune.inference.scores import Evaluation, ModelName, Scores, show_evaluation

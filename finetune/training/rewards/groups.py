@@ -20,9 +20,10 @@ import torch
 
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExample
-from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, function_of_nats
+from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target
+from finetune.engine.loss_of_nats import function_of_nats
 from finetune.engine.microbatch import WithRows
-from finetune.engine.reference import in_float64
+from finetune.engine.products import in_float64
 from finetune.model.base import evaluation_mode
 
 if TYPE_CHECKING:

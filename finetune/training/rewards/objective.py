@@ -15,8 +15,7 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.data.preferences import refuse_each_turn
-from finetune.distributed.gradients import LossFunction
-from finetune.engine.loss import Choices, cross_entropy_per_target
+from finetune.engine.loss import Choices, LossFunction, cross_entropy_per_target
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped

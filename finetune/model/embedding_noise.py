@@ -1,0 +1,31 @@
+"""Add noise to embedded tokens while a model trains (NEFTune)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.engine.decoder import bare_model
+
+
+def add_embedding_noise(model: Any, alpha: float) -> None:
+    """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens, in training mode only.
+
+    The paper uses an alpha of 5 to 15 (NEFTune: arXiv:2310.05914).
+
+    The noise comes from torch's global generator, which `train_step` seeds for each micro-batch from (seed, step, index
+    in the global batch): it does not depend on the rank that computes it, or on whether the run was resumed. The length
+    counts the padding of the micro-batch, as in TRL and transformers.
+    """
+
+    def noisy(module: nn.Module, _: object, embedded: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return embedded
+        length, width = embedded.shape[-2:]
+        bound = alpha / (length * width) ** 0.5
+        noise = torch.empty_like(embedded).uniform_(-bound, bound)
+        return embedded + noise
+
+    bare_model(model).get_input_embeddings().register_forward_hook(noisy)
