@@ -63,7 +63,8 @@ class Generator:
     def __init__(self, runtime: Runtime, run: FinishedRun, settings: AnswerSettings) -> None:
         from finetune.data.templates import AnswerTokens, stop_ids
         from finetune.inference.answers import AnswerReader
-        from finetune.inference.decoding import Decoding, Sampling
+        from finetune.inference.decoding import Decoding
+        from finetune.inference.sampling import Sampling
 
         self.runtime = runtime
         self.model, self.tokenizer = load_finished_run(runtime, run)
