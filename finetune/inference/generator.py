@@ -141,7 +141,7 @@ class Generator:
 
         Without them, a prompt of a single turn gets those that the training rows usually have.
         """
-        from finetune.inference.prompts import with_system_turn
+        from finetune.inference.opening import with_system_turn
 
         system, tools = self._settings.system, self._settings.tools
         if prompt.messages and (prompt.is_open or system is not None):

@@ -20,8 +20,8 @@ from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
+from finetune.inference.validation_answers import answer_unless_stopped
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Objective
