@@ -7,7 +7,6 @@ changes no generated token in fp32, and the loss only by rounding (about 1e-7 of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,8 +24,7 @@ from finetune.distributed.runtime import Runtime
 from finetune.inference.answers import METRICS, AnswerReader, Metric, measure
 from finetune.inference.decoding import Decoding, count_unended, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
-from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, Scores, worse_first
-from finetune.inference.verdict import standard_error
+from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, scores_of, worse_first
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.model_files import has_adapter
@@ -84,6 +82,7 @@ def evaluate_model(
     names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_adapter(model) else ["tuned"]
     as_model = {name: model.disable_adapter if name == "base" else nullcontext for name in names}
     stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
+    decoding = Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens)
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
@@ -98,20 +97,21 @@ def evaluate_model(
     for name in names:
         with as_model[name](), waiting(f"answering {counted(num_answers, 'prompt')} with the {name} model"):
             ids = generate_answers(
-                model,
-                asked,
-                Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens),
-                batch_size=section.batch_size,
-                runtime=runtime if is_shared else None,
+                model, asked, decoding, batch_size=section.batch_size, runtime=runtime if is_shared else None
             )
             answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
             unended[name] = count_unended(model, asked, ids, section.max_new_tokens) if is_writer else 0
     measured = {name: measured_values(metrics, texts, dialogue.expected) for name, texts in answers.items()}
+    subsets: dict[str, Evaluation] = {}
+    if examples.subset_names:
+        from finetune.inference.subset_scores import evaluate_subsets
+
+        subsets = evaluate_subsets(examples, losses, measured, dialogue.subsets)
     return Evaluation(
         num_rows=len(examples),
         num_targets=int(losses["tuned"][1].sum()),
-        scores={name: _scores(losses[name], measured[name]) for name in names},
-        subsets=_evaluate_subsets(examples, losses, measured, dialogue.subsets),
+        scores={name: scores_of(losses[name], measured[name]) for name in names},
+        subsets=subsets,
         answers=tuple(
             AnsweredRow(
                 source=dialogue.sources[row],
@@ -227,48 +227,3 @@ def measured_values(
     """Return the values of each metric, one for each answer."""
     pairs = list(zip(answers, expected, strict=False))  # fewer answers than rows if there is no metric
     return {name: [measure(name, metric, *pair) for pair in pairs] for name, metric in metrics.items()}
-
-
-def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Scores:
-    nats, counts = losses
-    num_targets = int(counts.sum())
-    means = (nats[counts > 0] / counts[counts > 0]).tolist()
-    loss = math.fsum(nats.tolist()) / num_targets if num_targets else math.nan
-    return Scores(loss=loss, standard_error=standard_error(means), metrics=mean_metrics(measured))
-
-
-def _evaluate_subsets(
-    examples: EncodedExamples,
-    losses: Mapping[ModelName, torch.Tensor],
-    measured: Mapping[ModelName, Mapping[str, Sequence[float]]],
-    subsets: Sequence[str],
-) -> dict[str, Evaluation]:
-    """Return the scores of each subset that has rows, from the losses of all rows and the metrics of those answered."""
-    evaluations = {}
-    for index, subset in enumerate(examples.subset_names):
-        rows = examples.subset == index
-        if rows.any():
-            evaluations[subset] = Evaluation(
-                num_rows=int(rows.sum()),
-                num_targets=int(losses["tuned"][1][rows].sum()),
-                scores={
-                    name: _scores(of_rows[:, rows], values_in_subset(measured[name], subsets, subset))
-                    for name, of_rows in losses.items()
-                },
-            )
-    return evaluations
-
-
-def values_in_subset(
-    measured: Mapping[str, Sequence[float]], subsets: Sequence[str], subset: str
-) -> dict[str, Sequence[float]]:
-    """Keep the values of the rows of one subset."""
-    return {
-        name: [value for value, other in zip(values, subsets, strict=False) if other == subset]
-        for name, values in measured.items()
-    }
-
-
-def mean_metrics(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of each metric that has values."""
-    return {name: math.fsum(values) / len(values) for name, values in measured.items() if values}

@@ -10,7 +10,9 @@ from finetune.data.templates import stop_ids
 from finetune.distributed.runtime import Runtime
 from finetune.inference.answers import Metric
 from finetune.inference.decoding import Decoding, count_unended, generate_answers
-from finetune.inference.evaluation import Dialogues, mean_metrics, measured_values, values_in_subset
+from finetune.inference.evaluation import Dialogues, measured_values
+from finetune.inference.scores import mean_metrics
+from finetune.inference.subset_scores import values_in_subset
 from finetune.runs.metrics import subset_key
 from finetune.units import counted
 
