@@ -29,6 +29,7 @@ from benchmarks.worker import Order, timed
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.engine.fused import fused_or_not, replayed_or_not
 from finetune.inference import decoding
+from finetune.inference.sampling import Sampling
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import write_rollout
 from finetune.training.rewards import functions
@@ -112,9 +113,7 @@ def sample(session: Session, *, by: Literal["engine", "graph", "transformers"], 
     prompts = _rows(random.Random(0), batch, prompt, model.config.vocab_size)
 
     def seconds_for(num_tokens: int) -> float:
-        asked = decoding.Decoding(
-            stop_ids=[_END_ID], max_new_tokens=num_tokens, sampling=decoding.Sampling(), keeps_stop=True
-        )
+        asked = decoding.Decoding(stop_ids=[_END_ID], max_new_tokens=num_tokens, sampling=Sampling(), keeps_stop=True)
         synchronize(session)
         started = time.perf_counter()
         answers = decoding.sample_answers(model, prompts, asked, batch_size=batch)
@@ -125,7 +124,7 @@ def sample(session: Session, *, by: Literal["engine", "graph", "transformers"], 
     counts: list[int] = []
     is_cuda = session.device == "cuda"
     autocast = torch.autocast(session.device, dtype=torch.bfloat16) if is_cuda else nullcontext()
-    chosen = patch.object(decoding, "_engine_continues", lambda _: by != "transformers")
+    chosen = patch.object(decoding, "engine_continues", lambda _: by != "transformers")
     with chosen, replayed_or_not(by == "graph"), fused_or_not(is_cuda), autocast:
         seconds_for(2)
         forget_peak(session.device)

@@ -112,7 +112,8 @@ class Conversation:
 
     def as_prompt(self) -> Prompt:
         """Return the prompt for the next answer."""
-        from finetune.inference.prompts import Prompt, with_system_turn
+        from finetune.inference.opening import with_system_turn
+        from finetune.inference.prompts import Prompt
 
         turns = with_system_turn(self.turns, self.system)
         return Prompt(source="the conversation", messages=tuple(turns), tools=self.tools)

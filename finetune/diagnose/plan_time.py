@@ -17,7 +17,8 @@ from finetune.engine.fused import fused_or_not
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.loss import BY_DEVICE
 from finetune.engine.products import full_shape, unchanged_weights
-from finetune.inference.decoding import Draw, Sampling, group_prompts, room_for_answer
+from finetune.inference.decoding import group_prompts, room_for_answer
+from finetune.inference.sampling import Draw, Sampling
 from finetune.model.base import evaluation_mode
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer

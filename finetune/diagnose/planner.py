@@ -32,7 +32,8 @@ from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, ok, warning
-from finetune.inference.decoding import room_for_answer, wants_replays
+from finetune.inference.answer_graphs import wants_replays
+from finetune.inference.decoding import room_for_answer
 from finetune.inference.replayed_answers import why_not_replayed
 from finetune.model.base import checkpoint_gradients, count_parameters, longrope_boundary
 from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8

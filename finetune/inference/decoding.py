@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from finetune.data.batches import derived_seed
-from finetune.engine.fused import replays_answers, switch_replays
+from finetune.engine.fused import replays_answers
 from finetune.engine.kv_cache import CachedDecoder
-from finetune.engine.products import in_float64, is_in_4_bits, unchanged_weights
+from finetune.engine.products import is_in_4_bits, unchanged_weights
 from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
-from finetune.fallbacks import Fallback
 from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
-    from finetune.config.schema import TrainingSection
     from finetune.distributed.runtime import Runtime
+    from finetune.inference.sampling import Draw, Sampling
 
 _GOES_ON_WITH = 0.75
 """Ended rows leave the batch once at most this fraction of its rows goes on, because leaving copies the cache."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Settings for sampling tokens instead of taking the most likely one each time.
-
-    The random numbers of an answer are a function of the seed, the index of its prompt and the position. They do not
-    depend on the other prompts of the batch or on the device.
-    """
-
-    temperature: float = 1.0
-    """Logits are divided by it; above 0."""
-    top_k: int | None = None
-    """Sample only from this many of the most likely tokens."""
-    top_p: float | None = None
-    """Sample only from the most likely tokens that together have this probability; above 0, at most 1."""
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,13 +214,19 @@ def _generate(
     may_use_engine = not (decoding.by_transformers or is_sharded)
     continue_ = _way_of_engine(model) if may_use_engine else None
     batch = [prompts[row] for row in rows]
-    draw = None if decoding.sampling is None else Draw(decoding.sampling, rows)
+    draw = None
+    if decoding.sampling is not None:
+        from finetune.inference.sampling import Draw
+
+        draw = Draw(decoding.sampling, rows)
     room = room_for_answer(model, max(batch, key=len), decoding.max_new_tokens)
     with evaluation_mode(model):
         if continue_ is not None:
             tokens = continue_(model, batch, room, decoding.stop_ids, draw, on_token)
         else:
-            generate = partial(_continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
+            from finetune.inference.transformers_answers import continue_by_transformers
+
+            generate = partial(continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
             tokens = generate(model) if runtime is None else runtime.placement.apply(generate, model)
     nats = [[] for _ in rows] if draw is None else draw.nats()
     return [SampledAnswer(*both) for both in zip(tokens, nats, strict=True)]
@@ -254,43 +239,13 @@ def _way_of_engine(model: Any) -> Callable[..., list[list[int]]] | None:
 
         if why_not_replayed(model) is None:
             return continue_in_steps
-    return _continue_by_engine if _engine_continues(model) else None
+    return _continue_by_engine if engine_continues(model) else None
 
 
-def _engine_continues(model: Any) -> bool:
+def engine_continues(model: Any) -> bool:
     """Return whether the engine generates a model's answers: on a CPU, where it was measured, and not in 4 bits."""
     is_plain = all(weight.device.type == "cpu" and not is_in_4_bits(weight) for weight in model.parameters())
     return is_plain and unsupported_reason(model) is None
-
-
-def wants_replays(section: TrainingSection, device_type: str) -> bool:
-    """Return whether `training.graphs` asks for replayed answers, and this type of device has graphs."""
-    return section.graphs is True and device_type == "cuda" and not section.deterministic
-
-
-def agree_on_replays(runtime: Runtime, section: TrainingSection, model: Any) -> None:
-    """Replay the answers of a placed model until `launch` ends if `training.graphs` asks for it.
-
-    A model, a device or a setting that does not allow it is a fallback.
-    """
-    if section.graphs is not True:
-        return
-    if runtime.device.type != "cuda":
-        reason: str | None = f"the device is {runtime.device.type}, and only CUDA has graphs"
-    elif section.deterministic:
-        reason = "training.deterministic=true: CUDA has no running sum with a fixed order, which sampling needs"
-    elif runtime.placement.shard_size is not None:
-        reason = "the weights are sharded"
-    else:
-        from finetune.inference.replayed_answers import why_not_replayed
-
-        reason = why_not_replayed(model)
-    if reason is not None:
-        used = "the engine without graphs" if _engine_continues(model) else "transformers' generate"
-        runtime.fallbacks.take(
-            Fallback(what="training.graphs", wanted="answers replayed as CUDA graphs", used=used, why=reason)
-        )
-    switch_replays(reason is None)
 
 
 def _continue_by_engine(
@@ -332,126 +287,6 @@ def _continue_by_engine(
                 logits = decoder.start()
             else:
                 logits = decoder.go_on(tokens)
-
-
-def _continue_by_transformers(
-    batch: Sequence[Sequence[int]],
-    room: int,
-    stop_ids: Sequence[int],
-    draw: Draw | None,
-    on_token: Callable[[int], object] | None,
-    is_sharded: bool,
-    model: Any,
-) -> list[list[int]]:
-    """Answer a batch with transformers' `generate`."""
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
-    def pass_on(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        if on_token is not None:
-            on_token(int(input_ids[0, -1]))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # stops no row
-
-    rows = [torch.tensor(prompt) for prompt in batch]
-    # Padded on the left: every answer starts in the same column.
-    padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    input_ids, mask = padded(rows), padded([torch.ones_like(row) for row in rows])
-    settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,  # `Draw` samples row by row
-        max_new_tokens=room,
-        eos_token_id=list(stop_ids),
-        pad_token_id=stop_ids[0],
-        use_cache=True,
-    )
-    device = next(model.parameters()).device
-    with _only_our_settings(model):
-        generated: torch.Tensor = model.generate(
-            input_ids=input_ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([] if draw is None else [draw]),
-            synced_gpus=is_sharded,  # a rank whose answers have ended goes on with the others
-            stopping_criteria=StoppingCriteriaList([] if on_token is None else [pass_on]),
-        )
-    answers: list[list[int]] = generated[:, input_ids.shape[1] :].tolist()
-    return answers
-
-
-@contextmanager
-def _only_our_settings(model: Any) -> Iterator[None]:
-    """Replace the model's generation_config, from which transformers takes every setting that a call does not give.
-
-    Otherwise a repetition penalty or a minimal length of the base would change greedy decoding.
-    """
-    from transformers import GenerationConfig
-
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    config_of_base = base.generation_config
-    base.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        base.generation_config = config_of_base
-
-
-class Draw:
-    """A logits processor that samples a token for each row with the row's own generator, and masks all other tokens."""
-
-    def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
-        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-        self._num_rows = len(rows)
-        self._alive = list(range(len(rows)))
-        self._nats: list[tuple[list[int], torch.Tensor]] = []
-        self._generators = [
-            torch.Generator().manual_seed(derived_seed(sampling.seed, "answer", int(row))) for row in rows
-        ]
-        self._filters: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
-        if sampling.top_k is not None:
-            self._filters.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p is not None:
-            self._filters.append(TopPLogitsWarper(float(sampling.top_p)))
-
-    def keep(self, places: Sequence[int]) -> None:
-        """Sample from here on for these rows only."""
-        self._alive = [self._alive[place] for place in places]
-        self._generators = [self._generators[place] for place in places]
-
-    def nats(self) -> list[list[float]]:
-        """Return -log p of each token that was drawn, row after row, before temperature and filters."""
-        nats: list[list[float]] = [[] for _ in range(self._num_rows)]
-        for rows, values in self._nats:
-            for row, more in zip(rows, values.tolist(), strict=True):
-                nats[row] += more
-        return nats
-
-    def note(self, nats: torch.Tensor) -> None:
-        """Keep -log p of tokens that `choose` has chosen, (rows, tokens)."""
-        self._nats.append((self._alive, nats))
-
-    def levels(self, num_tokens: int) -> torch.Tensor:
-        """Return the next random numbers of each row, (rows, num_tokens), float64, on the CPU."""
-        drawn = [torch.rand((num_tokens,), generator=g, dtype=torch.float64) for g in self._generators]
-        return torch.stack(drawn)
-
-    def choose(self, scores: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token of each row that a random number of [0, 1), (rows, 1), chooses, and its -log p."""
-        filtered = scores.float()
-        if torch.are_deterministic_algorithms_enabled():  # CUDA has no running sum with a fixed order
-            filtered = filtered.cpu()
-        for apply_filter in self._filters:
-            filtered = apply_filter(None, filtered)
-        # In float64, so that the sample is the same on every device.
-        below = in_float64(filtered).softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(below, levels.to(below.device) * below[:, -1:], right=True).to(scores.device)
-        logits = scores.float()
-        return drawn[:, 0], logits.logsumexp(-1) - logits.gather(1, drawn)[:, 0]
-
-    def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
-        del input_ids
-        tokens, nats = self.choose(scores, self.levels(1))
-        self.note(nats[:, None])
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
 def _refuse_too_long(model: Any, prompts: Sequence[Sequence[int]]) -> None:

@@ -7,8 +7,6 @@ changes no generated token in fp32, and the loss only by rounding (about 1e-7 of
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,18 +24,15 @@ from finetune.distributed.runtime import Runtime
 from finetune.inference.answers import METRICS, AnswerReader, Metric, measure
 from finetune.inference.decoding import Decoding, count_unended, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
-from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, Scores, worse_first
-from finetune.inference.verdict import standard_error
+from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, scores_of, worse_first
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
-from finetune.runs.metrics import subset_key
 from finetune.runs.model_files import has_adapter
 from finetune.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_log = logging.getLogger(__name__)
 _LONGEST_LINE = 100
 """The most characters of a turn in the context of an answer."""
 
@@ -87,6 +82,7 @@ def evaluate_model(
     names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_adapter(model) else ["tuned"]
     as_model = {name: model.disable_adapter if name == "base" else nullcontext for name in names}
     stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
+    decoding = Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens)
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
@@ -101,20 +97,21 @@ def evaluate_model(
     for name in names:
         with as_model[name](), waiting(f"answering {counted(num_answers, 'prompt')} with the {name} model"):
             ids = generate_answers(
-                model,
-                asked,
-                Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens),
-                batch_size=section.batch_size,
-                runtime=runtime if is_shared else None,
+                model, asked, decoding, batch_size=section.batch_size, runtime=runtime if is_shared else None
             )
             answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
             unended[name] = count_unended(model, asked, ids, section.max_new_tokens) if is_writer else 0
-    measured = {name: _measure(metrics, texts, dialogue.expected) for name, texts in answers.items()}
+    measured = {name: measured_values(metrics, texts, dialogue.expected) for name, texts in answers.items()}
+    subsets: dict[str, Evaluation] = {}
+    if examples.subset_names:
+        from finetune.inference.subset_scores import evaluate_subsets
+
+        subsets = evaluate_subsets(examples, losses, measured, dialogue.subsets)
     return Evaluation(
         num_rows=len(examples),
         num_targets=int(losses["tuned"][1].sum()),
-        scores={name: _scores(losses[name], measured[name]) for name in names},
-        subsets=_evaluate_subsets(examples, losses, measured, dialogue.subsets),
+        scores={name: scores_of(losses[name], measured[name]) for name in names},
+        subsets=subsets,
         answers=tuple(
             AnsweredRow(
                 source=dialogue.sources[row],
@@ -132,68 +129,6 @@ def evaluate_model(
         num_unended=unended,
         num_answers=len(chosen),
     )
-
-
-def measure_answers(
-    runtime: Runtime,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    dialogue: Dialogues,
-    *,
-    metrics: Mapping[str, Metric],
-    max_new_tokens: int,
-    batch_size: int,
-) -> dict[str, float] | None:
-    """Answer prompts greedily, and return the mean of each metric, the same on all ranks. Collective: every rank.
-
-    Returns:
-        The means by name, of all rows and of each subset (`subset_key`); None if a rank was asked to stop meanwhile.
-
-    Raises:
-        DataError: on all ranks, if a user's own metric failed.
-    """
-    stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
-    decoding = Decoding(stop_ids=stops, max_new_tokens=max_new_tokens)
-    ids = answer_unless_stopped(runtime, model, dialogue.prompts, decoding, batch_size=batch_size)
-    if ids is None:
-        return None
-    means: dict[str, float] = {}
-    with runtime.collectives.failing_together("measuring answers"):
-        if runtime.is_main_process:
-            answers = [dialogue.reader.read(row).text for row in ids]
-            if num_unended := count_unended(model, dialogue.prompts, ids, max_new_tokens):
-                _log.info(
-                    "Validation: %d of %s did not end within %d tokens (validation.max_new_tokens)",
-                    *(num_unended, counted(len(ids), "answer"), max_new_tokens),
-                )
-            measured = _measure(metrics, answers, dialogue.expected)
-            means = _means(measured)
-            for subset in dict.fromkeys(dialogue.subsets):
-                means_of_subset = _means(_in_subset(measured, dialogue.subsets, subset))
-                means |= {subset_key(name, subset): mean for name, mean in means_of_subset.items()}
-    return runtime.collectives.broadcast_from_main(means)
-
-
-def answer_unless_stopped(
-    runtime: Runtime, model: Any, prompts: Sequence[Sequence[int]], decoding: Decoding, *, batch_size: int
-) -> list[list[int]] | None:
-    """Answer prompts with all ranks; None if a rank was asked to stop meanwhile. Collective: every rank."""
-    is_cut_short = False
-
-    def is_to_stop() -> bool:
-        nonlocal is_cut_short
-        is_cut_short = is_cut_short or runtime.stop_requests.is_on_any_rank()
-        return is_cut_short
-
-    ids = generate_answers(
-        model,
-        prompts,
-        decoding,
-        batch_size=batch_size,
-        runtime=runtime if runtime.world_size > 1 else None,
-        is_to_stop=is_to_stop,
-    )
-    return None if sum(runtime.collectives.sum([float(is_cut_short)])) else ids
 
 
 class Dialogues:
@@ -286,50 +221,9 @@ def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_sh
     return torch.tensor(runtime.collectives.sum(own_losses.flatten().tolist()), dtype=torch.float64).view_as(own_losses)
 
 
-def _measure(metrics: Mapping[str, Metric], answers: Sequence[str], expected: Sequence[str]) -> dict[str, list[float]]:
+def measured_values(
+    metrics: Mapping[str, Metric], answers: Sequence[str], expected: Sequence[str]
+) -> dict[str, list[float]]:
+    """Return the values of each metric, one for each answer."""
     pairs = list(zip(answers, expected, strict=False))  # fewer answers than rows if there is no metric
     return {name: [measure(name, metric, *pair) for pair in pairs] for name, metric in metrics.items()}
-
-
-def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Scores:
-    nats, counts = losses
-    num_targets = int(counts.sum())
-    means = (nats[counts > 0] / counts[counts > 0]).tolist()
-    loss = math.fsum(nats.tolist()) / num_targets if num_targets else math.nan
-    return Scores(loss=loss, standard_error=standard_error(means), metrics=_means(measured))
-
-
-def _evaluate_subsets(
-    examples: EncodedExamples,
-    losses: Mapping[ModelName, torch.Tensor],
-    measured: Mapping[ModelName, Mapping[str, Sequence[float]]],
-    subsets: Sequence[str],
-) -> dict[str, Evaluation]:
-    """Return the scores of each subset that has rows, from the losses of all rows and the metrics of those answered."""
-    evaluations = {}
-    for index, subset in enumerate(examples.subset_names):
-        rows = examples.subset == index
-        if rows.any():
-            evaluations[subset] = Evaluation(
-                num_rows=int(rows.sum()),
-                num_targets=int(losses["tuned"][1][rows].sum()),
-                scores={
-                    name: _scores(of_rows[:, rows], _in_subset(measured[name], subsets, subset))
-                    for name, of_rows in losses.items()
-                },
-            )
-    return evaluations
-
-
-def _in_subset(
-    measured: Mapping[str, Sequence[float]], subsets: Sequence[str], subset: str
-) -> dict[str, Sequence[float]]:
-    """Keep the values of the rows of one subset."""
-    return {
-        name: [value for value, other in zip(values, subsets, strict=False) if other == subset]
-        for name, values in measured.items()
-    }
-
-
-def _means(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: math.fsum(values) / len(values) for name, values in measured.items() if values}

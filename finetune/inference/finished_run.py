@@ -169,7 +169,7 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 
 def place_finished_run(runtime: Runtime, config: Config, model: Any) -> None:
     """Place a loaded model on the device, or shard it across the ranks, and prepare its answers. Collective."""
-    from finetune.inference.decoding import agree_on_replays
+    from finetune.inference.answer_graphs import agree_on_replays
 
     runtime.placement.fit_threads(model)
     if runtime.placement.shard_size is None:

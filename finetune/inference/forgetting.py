@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from finetune.data.batches import pad
-from finetune.data.encoded import EncodedExample
 from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
-from finetune.engine.products import in_float64
-from finetune.engine.reference import logits_of_padded
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, generate_answers, group_prompts
 from finetune.inference.prompts import encode_prompt, read_general_prompts
 from finetune.inference.verdict import standard_error
 from finetune.logs import waiting
-from finetune.model.base import evaluation_mode
 from finetune.runs.model_files import has_adapter
 from finetune.units import counted, format_duration
 
@@ -112,22 +105,22 @@ def measure_forgetting(
     except DataError as error:
         return Forgetting(why_not=str(error))
     rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
+    if max_seconds < _LEAST_SECONDS:
+        return _too_slow(_LEAST_SECONDS, max_seconds)
+    from finetune.inference.divergence import compare_answers, least_seconds
+
     measured = [[0.0, 0.0, 0.0] for _ in ids]
     predicted = _LEAST_SECONDS
-    if predicted <= max_seconds < math.inf:
-        predicted = max(predicted, _least_seconds(runtime, reference, [ids[row] for row in batches[0]], len(batches)))
+    if max_seconds < math.inf:
+        predicted = max(predicted, least_seconds(runtime, reference, [ids[row] for row in batches[0]], len(batches)))
     begun = time.monotonic()
     for number, rows in enumerate(own := batches[rank::world_size], start=1):
         if predicted > max_seconds:
-            takes, limit = format_duration(predicted), format_duration(max_seconds)
-            why_not = (
-                f"it may take {takes}, and a tenth of the run's time is {limit}; `finetune evaluate RUN` measures it"
-            )
-            return Forgetting(why_not=why_not)
+            return _too_slow(predicted, max_seconds)
         with waiting(f"measuring what it forgot, batch {number} of {len(own)}"):
-            for row, values in zip(
-                rows, compare_answers(runtime, tuned, base, [ids[row] for row in rows]), strict=True
-            ):
+            asked = [ids[row] for row in rows]
+            compared = compare_answers(runtime, tuned, base, asked, _answers_of_base(tuned, base, asked))
+            for row, values in zip(rows, compared, strict=True):
                 measured[row] = values
         predicted = (time.monotonic() - begun) / number * len(own)
     if world_size > 1:
@@ -146,49 +139,17 @@ def measure_forgetting(
     )
 
 
-def _least_seconds(runtime: Runtime, model: Any, prompts: Sequence[list[int]], num_batches: int) -> float:
-    """Return a bound below the time of all batches, from one forward over the prompts of a batch.
-
-    Each token of an answer takes at least a token's share of that forward, and two more forwards compare the models.
-    """
-    microbatch = pad([EncodedExample(torch.tensor(row), torch.ones(len(row), dtype=torch.bool)) for row in prompts])
-    begun = time.monotonic()
-    with evaluation_mode(model), waiting("timing a forward over general prompts"):
-        runtime.placement.forward(logits_of_padded, model, microbatch)
-    if runtime.device.type == "cuda":
-        torch.cuda.synchronize(runtime.device)
-    return 3 * (time.monotonic() - begun) * num_batches
+def _too_slow(predicted: float, max_seconds: float) -> Forgetting:
+    takes, limit = format_duration(predicted), format_duration(max_seconds)
+    return Forgetting(
+        why_not=f"it may take {takes}, and a tenth of the run's time is {limit}; `finetune evaluate RUN` measures it"
+    )
 
 
-def compare_answers(
-    runtime: Runtime,
-    tuned: LoadedRun,
-    base: LoadedRun | None,
-    prompts: Sequence[list[int]],
-    answers: Sequence[list[int]] = (),
-) -> Iterator[list[float]]:
-    """Yield, for each prompt, the divergence and the log-probabilities of the base's answer, as means over its tokens.
-
-    An answer includes the token that ends it. The base generates the answers, unless they are given.
-    """
+def _answers_of_base(tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return the base's greedy answers, each with the token that ends it."""
     model = tuned.model if base is None else base.model
-    as_base = tuned.model.disable_adapter if base is None else nullcontext
     ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
     decoding = Decoding(stop_ids=ends, max_new_tokens=MAX_NEW_TOKENS, keeps_stop=True)
-    with as_base():
-        answers = answers or generate_answers(model, prompts, decoding, batch_size=AT_ONCE)
-    rows = [torch.tensor([*both[0], *both[1]]) for both in zip(prompts, answers, strict=True)]
-    targets = [torch.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
-    microbatch = pad([EncodedExample(*both) for both in zip(rows, targets, strict=True)])
-    with evaluation_mode(model), as_base():
-        before, labels = runtime.placement.forward(logits_of_padded, model, microbatch)
-    with evaluation_mode(tuned.model):
-        after, _ = runtime.placement.forward(logits_of_padded, tuned.model, microbatch)
-    size = min(before.shape[1], after.shape[1])  # one embedding may have more rows of padding
-    lengths = [len(answer) for answer in answers]
-    for of_base, of_tuned, ids in zip(*(torch.split(each, lengths) for each in (before, after, labels)), strict=True):
-        base_log, tuned_log = (in_float64(each[:, :size]).log_softmax(1) for each in (of_base, of_tuned))
-        divergence = (base_log.exp() * (base_log - tuned_log)).sum(1)
-        places = ids.unsqueeze(1).to(base_log.device)
-        chosen = (each.gather(1, places) for each in (base_log, tuned_log))
-        yield [float(values.mean()) for values in (divergence, *chosen)]
+    with tuned.model.disable_adapter() if base is None else nullcontext():
+        return generate_answers(model, prompts, decoding, batch_size=AT_ONCE)

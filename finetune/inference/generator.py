@@ -63,7 +63,8 @@ class Generator:
     def __init__(self, runtime: Runtime, run: FinishedRun, settings: AnswerSettings) -> None:
         from finetune.data.templates import AnswerTokens, stop_ids
         from finetune.inference.answers import AnswerReader
-        from finetune.inference.decoding import Decoding, Sampling
+        from finetune.inference.decoding import Decoding
+        from finetune.inference.sampling import Sampling
 
         self.runtime = runtime
         self.model, self.tokenizer = load_finished_run(runtime, run)
@@ -140,7 +141,7 @@ class Generator:
 
         Without them, a prompt of a single turn gets those that the training rows usually have.
         """
-        from finetune.inference.prompts import with_system_turn
+        from finetune.inference.opening import with_system_turn
 
         system, tools = self._settings.system, self._settings.tools
         if prompt.messages and (prompt.is_open or system is not None):

@@ -1,14 +1,15 @@
-"""The system turn and the tools that the training rows usually open with."""
+"""The system turn and the tools with which a conversation opens, as the training rows usually do."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import name_files
 from finetune.data.examples import Opening, read_opening
 from finetune.data.formats import Reads
+from finetune.data.turns import Turn
 from finetune.data.values import quote
 from finetune.errors import DataError
 
@@ -35,3 +36,15 @@ def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapp
         count = f"{usual.num_with_system} of the first {usual.num_rows} training rows{where}"
         _log.info("system turn, as in %s: %s", count, quote(usual.system))
     return usual
+
+
+def with_system_turn(turns: Sequence[Turn], system: str | None, *, replaces: bool = False) -> list[Turn]:
+    """Return the turns with this system turn, unless they have a non-empty one or `system` is empty.
+
+    With `replaces`, it takes the place of theirs, and an empty one removes theirs.
+    """
+    has_one = bool(turns) and turns[0]["role"] in ("system", "developer")
+    first, rest = (turns[0], turns[1:]) if has_one else ({"role": "system"}, turns)
+    if not system:
+        return list(rest if replaces else turns)
+    return list(turns) if first.get("content") and not replaces else [{**first, "content": system}, *rest]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.config.config_files import resolve_shipped
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
@@ -18,9 +18,6 @@ from finetune.data.turns import Dialogue, Turn, text_turn
 from finetune.data.values import BadRowError, parse_text
 from finetune.errors import DataError
 from finetune.inference.answers import answer_text
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 
@@ -147,18 +144,6 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:
     if not ids:
         raise DataError(f"{prompt.source} is empty: there is nothing to answer.")
     return ids
-
-
-def with_system_turn(turns: Sequence[Turn], system: str | None, *, replaces: bool = False) -> list[Turn]:
-    """Return the turns with this system turn, unless they have a non-empty one or `system` is empty.
-
-    With `replaces`, it takes the place of theirs, and an empty one removes theirs.
-    """
-    has_one = bool(turns) and turns[0]["role"] in ("system", "developer")
-    first, rest = (turns[0], turns[1:]) if has_one else ({"role": "system"}, turns)
-    if not system:
-        return list(rest if replaces else turns)
-    return list(turns) if first.get("content") and not replaces else [{**first, "content": system}, *rest]
 
 
 def _render(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,25 +13,8 @@ from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.model.base import longrope_boundary
 from finetune.units import ceil_bucket
 
-
-class Draws(Protocol):
-    """Draws the tokens of a batch on the device, see `Draw` in `inference/decoding.py`."""
-
-    def levels(self, num_tokens: int) -> torch.Tensor:
-        """Return random numbers for the next tokens of each row."""
-        ...
-
-    def choose(self, scores: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose a token for each row. Return the tokens, and -log p of each."""
-        ...
-
-    def note(self, nats: torch.Tensor) -> None:
-        """Keep -log p of the tokens of a block."""
-        ...
-
-    def keep(self, places: Sequence[int]) -> None:
-        """Forget all rows but these."""
-        ...
+if TYPE_CHECKING:
+    from finetune.inference.sampling import Draw
 
 
 def why_not_replayed(model: Any) -> str | None:
@@ -54,7 +37,7 @@ def continue_in_steps(
     batch: Sequence[Sequence[int]],
     room: int,
     stop_ids: Sequence[int],
-    draw: Draws | None,
+    draw: Draw | None,
     on_token: Callable[[int], object] | None,
 ) -> list[list[int]]:
     """Answer a batch with a `SteppedDecoder`, and look at the tokens after each block of steps.

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from finetune.errors import ConfigError
 from finetune.inference.answers import SHARES
 from finetune.inference.forgetting import Forgetting
-from finetune.inference.verdict import PairedVerdict, judge_rows
+from finetune.inference.verdict import PairedVerdict, judge_rows, standard_error
 from finetune.terminal import print_table, print_texts, say
 from finetune.units import counted
 
 if TYPE_CHECKING:
+    import torch
+
     from finetune.runs.recorded_rows import RowChanges
 
 ModelName = Literal["base", "tuned"]
@@ -193,6 +195,20 @@ class Evaluation:
     def base(self) -> Scores | None:
         """The scores of the base. None if it was not measured (`testing.compare_base=false`, or full fine-tuning)."""
         return self.scores.get("base")
+
+
+def scores_of(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Scores:
+    """Return the scores of one model. `losses` has nats and target tokens of each row, shape (2, rows)."""
+    nats, counts = losses
+    num_targets = int(counts.sum())
+    means = (nats[counts > 0] / counts[counts > 0]).tolist()
+    loss = math.fsum(nats.tolist()) / num_targets if num_targets else math.nan
+    return Scores(loss=loss, standard_error=standard_error(means), metrics=mean_metrics(measured))
+
+
+def mean_metrics(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each metric that has values."""
+    return {name: math.fsum(values) / len(values) for name, values in measured.items() if values}
 
 
 def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:

@@ -25,7 +25,8 @@ from finetune.data.templates import AnswerTokens, TokenisedRow, stop_ids
 from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.fallbacks import Fallback
 from finetune.inference.decoding import Decoding, generate_answers, group_prompts
-from finetune.inference.forgetting import AT_ONCE, MAX_NEW_TOKENS, compare_answers
+from finetune.inference.divergence import compare_answers
+from finetune.inference.forgetting import AT_ONCE, MAX_NEW_TOKENS
 from finetune.inference.losses import SplitLosses, sum_losses
 from finetune.inference.prompts import encode_prompt, read_general_prompts, read_prompts_file
 from finetune.limits import is_own_file, open_regular

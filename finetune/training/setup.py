@@ -237,7 +237,7 @@ def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: 
     if not states:  # before the choice, because fp8 changes the weights
         _try_precision(runtime, checked, journal, model, placed)
     if config.training.graphs is True:
-        from finetune.inference.decoding import agree_on_replays
+        from finetune.inference.answer_graphs import agree_on_replays
 
         agree_on_replays(runtime, config.training, model)
     return placed

@@ -161,7 +161,7 @@ class TrainingRun:
         spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
         _log.info("Validation: loss=%.3f%s", sums.loss, spread)
         if setup.metrics:
-            from finetune.inference.evaluation import measure_answers
+            from finetune.inference.validation_answers import measure_answers
 
             self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
             of_answers = measure_answers(

@@ -18,7 +18,8 @@ from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
 from finetune.engine.fused import replayed_or_not
 from finetune.engine.kv_cache import CachedDecoder, bytes_of_copies, can_pack
-from finetune.inference.decoding import Decoding, Sampling, sample_answers
+from finetune.inference.decoding import Decoding, sample_answers
+from finetune.inference.sampling import Sampling
 from finetune.model.lora import add_lora
 from finetune.model.quantized import quantize_without_data
 from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights, copy_without_data

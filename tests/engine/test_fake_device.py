@@ -22,7 +22,7 @@ from finetune.engine.host_embedding import embedding_that_may_leave, keep_embedd
 from finetune.engine.layout import pack
 from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
 from finetune.engine.supported import unsupported_reason
-from finetune.inference.decoding import Draw, Sampling
+from finetune.inference.sampling import Draw, Sampling
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters

@@ -20,16 +20,10 @@ from finetune.engine.layout import pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
 from finetune.engine.products import FP8, unchanged_weights
 from finetune.engine.replayed import STEPS_OF_BLOCK, SteppedDecoder
-from finetune.inference.decoding import (
-    Decoding,
-    Draw,
-    Sampling,
-    agree_on_replays,
-    generate_answers,
-    sample_answers,
-    stream_answer,
-)
+from finetune.inference.answer_graphs import agree_on_replays
+from finetune.inference.decoding import Decoding, generate_answers, sample_answers, stream_answer
 from finetune.inference.replayed_answers import most_likely, why_not_replayed
+from finetune.inference.sampling import Draw, Sampling
 from finetune.units import ceil_bucket
 from tests.diagnose.measured import peak_of
 from tests.engine.fake_device import move

@@ -12,7 +12,8 @@ from finetune.distributed.device import deterministic_algorithms
 from finetune.engine import replayed as replayed_steps
 from finetune.engine.fused import replayed_or_not
 from finetune.inference import decoding
-from finetune.inference.decoding import Decoding, Sampling, generate_answers
+from finetune.inference.decoding import Decoding, generate_answers
+from finetune.inference.sampling import Sampling
 from tests.gpu.models import placed
 from tests.tiny_models import tiny_examples
 
@@ -28,7 +29,7 @@ def test_answers(
     family: str, way: str, is_deterministic: bool, by: str, device: torch.device, monkeypatch: Any
 ) -> None:
     """Also by the engine, which answers on a GPU only with `training.graphs=true`."""
-    monkeypatch.setattr(decoding, "_engine_continues", lambda model: by != "transformers" or model.device.type == "cpu")
+    monkeypatch.setattr(decoding, "engine_continues", lambda model: by != "transformers" or model.device.type == "cpu")
     asked = Decoding(stop_ids=[63], max_new_tokens=12, sampling=WAYS[way])
     with deterministic_algorithms() if is_deterministic else nullcontext():
         here = generate_answers(placed(family, "fp32", device).eval(), PROMPTS, asked, batch_size=3)
@@ -50,7 +51,7 @@ def test_answers_that_are_replayed_are_those_of_the_engine(
     In bf16, near ties are common, and other shapes round differently: most tokens are equal.
     """
     monkeypatch.setattr(replayed_steps, "COLUMNS_OF_STEP", 16)
-    monkeypatch.setattr(decoding, "_engine_continues", lambda _: True)
+    monkeypatch.setattr(decoding, "engine_continues", lambda _: True)
     model = placed(family, precision, device).eval()
     asked = Decoding(stop_ids=[5, 6, 63], max_new_tokens=40, sampling=WAYS[way], keeps_stop=True)
     allocated = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0

@@ -6,12 +6,12 @@ from finetune.config.schema import LoraSection
 from finetune.errors import DataError
 from finetune.inference.decoding import (
     Decoding,
-    Sampling,
     generate_answers,
     group_prompts,
     room_for_answer,
     stream_answer,
 )
+from finetune.inference.sampling import Sampling
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 

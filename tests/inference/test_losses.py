@@ -9,8 +9,8 @@ from finetune.data.batches import EvaluationLoader, pad
 from finetune.data.encoded import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.engine.loss import cross_entropy_per_target
-from finetune.inference.evaluation import _scores
 from finetune.inference.losses import LossSums, SplitLosses, sum_losses
+from finetune.inference.scores import scores_of
 from finetune.inference.verdict import standard_error
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
@@ -90,7 +90,7 @@ def test_the_error_of_values_that_are_not_finite_is_not_known(bad):
     assert math.isnan(standard_error([1.0, bad, 4.0]))
     assert math.isnan(LossSums(num_examples=3.0, example_means=bad, squared_example_means=bad).standard_error)
     losses = torch.tensor([[6.0, bad, 0.0], [3.0, 2.0, 0.0]], dtype=torch.float64)
-    scores = _scores(losses, {"exact_match": [1.0, 0.0]})
+    scores = scores_of(losses, {"exact_match": [1.0, 0.0]})
     assert scores.metrics == {"exact_match": 0.5}
     assert not math.isfinite(scores.loss)
     assert math.isnan(scores.standard_error)

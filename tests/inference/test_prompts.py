@@ -10,15 +10,8 @@ from finetune.config.schema import DataSection
 from finetune.data.examples import Opening, read_opening
 from finetune.data.templates import AnswerTokens
 from finetune.errors import DataError
-from finetune.inference.opening import usual_opening
-from finetune.inference.prompts import (
-    Prompt,
-    encode_prompt,
-    read_json_lines,
-    read_prompts_file,
-    user_prompt,
-    with_system_turn,
-)
+from finetune.inference.opening import usual_opening, with_system_turn
+from finetune.inference.prompts import Prompt, encode_prompt, read_json_lines, read_prompts_file, user_prompt
 from tests.tiny import add_default_bos, tiny_tokenizer
 
 USER = {"role": "user", "content": "three crates"}

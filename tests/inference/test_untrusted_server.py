@@ -15,7 +15,8 @@ from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError
 from finetune.export.vllm_served import ServedByVllm
-from finetune.inference.decoding import Decoding, Sampling
+from finetune.inference.decoding import Decoding
+from finetune.inference.sampling import Sampling
 from finetune.inference.vllm_answers import Limits
 from finetune.inference.vllm_server import ServerError, ServerLostError, VllmServer
 from tests.in_process import run_finetune

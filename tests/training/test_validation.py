@@ -11,7 +11,7 @@ import pytest
 from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError, DataError, PreemptedError
-from finetune.inference import evaluation
+from finetune.inference import validation_answers
 from finetune.runs.state import TrainerState
 from finetune.training.hooks import Hooks
 from finetune.training.resume import without_other_criteria
@@ -231,7 +231,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
 
 @pytest.mark.slow
 def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(trained, inputs, tmp_path, monkeypatch):
-    whole, calls = evaluation.generate_answers, []
+    whole, calls = validation_answers.generate_answers, []
 
     def stopped(*args, **keys):
         calls.append(args)
@@ -240,7 +240,7 @@ def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(t
         return whole(*args, **keys)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "generate_answers", stopped)
+        patch.setattr(validation_answers, "generate_answers", stopped)
         with pytest.raises(PreemptedError):
             train_from_overrides(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
     assert [event["step"] for event in events(tmp_path / "run", "validation")] == [2, 4]

@@ -23,8 +23,9 @@ from finetune.engine.products import unchanged_weights
 from finetune.engine.quantized import widened_bytes
 from finetune.engine.replayed import SteppedDecoder
 from finetune.engine.supported import unsupported_reason
-from finetune.inference.decoding import Decoding, Draw, Sampling, sample_answers
+from finetune.inference.decoding import Decoding, sample_answers
 from finetune.inference.replayed_answers import most_likely
+from finetune.inference.sampling import Draw, Sampling
 from finetune.model.base import evaluation_mode
 from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights, trace_deep
 from finetune.training.memory.tracing import Allocations, Phases, fake_weights, one_rotation

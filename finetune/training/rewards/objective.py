@@ -18,8 +18,8 @@ from finetune.data.preferences import refuse_each_turn
 from finetune.engine.loss import Choices, LossFunction, cross_entropy_per_target
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
+from finetune.inference.validation_answers import answer_unless_stopped
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Objective

@@ -22,7 +22,8 @@ from finetune.data.templates import stop_ids
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
 from finetune.errors import CheckpointError
-from finetune.inference.decoding import Decoding, Sampling, sample_answers
+from finetune.inference.decoding import Decoding, sample_answers
+from finetune.inference.sampling import Sampling
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, unusable_rollout, write_rollout

@@ -1,0 +1,71 @@
+"""Generate answers with transformers' `generate`, where the engine does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+if TYPE_CHECKING:
+    from finetune.inference.sampling import Draw
+
+
+def continue_by_transformers(
+    batch: Sequence[Sequence[int]],
+    room: int,
+    stop_ids: Sequence[int],
+    draw: Draw | None,
+    on_token: Callable[[int], object] | None,
+    is_sharded: bool,
+    model: Any,
+) -> list[list[int]]:
+    """Answer a batch with transformers' `generate`."""
+
+    def pass_on(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if on_token is not None:
+            on_token(int(input_ids[0, -1]))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # stops no row
+
+    rows = [torch.tensor(prompt) for prompt in batch]
+    # Padded on the left: every answer starts in the same column.
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    input_ids, mask = padded(rows), padded([torch.ones_like(row) for row in rows])
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,  # `Draw` samples row by row
+        max_new_tokens=room,
+        eos_token_id=list(stop_ids),
+        pad_token_id=stop_ids[0],
+        use_cache=True,
+    )
+    device = next(model.parameters()).device
+    with _only_our_settings(model):
+        generated: torch.Tensor = model.generate(
+            input_ids=input_ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([] if draw is None else [draw]),
+            synced_gpus=is_sharded,  # a rank whose answers have ended goes on with the others
+            stopping_criteria=StoppingCriteriaList([] if on_token is None else [pass_on]),
+        )
+    answers: list[list[int]] = generated[:, input_ids.shape[1] :].tolist()
+    return answers
+
+
+@contextmanager
+def _only_our_settings(model: Any) -> Iterator[None]:
+    """Replace the model's generation_config, from which transformers takes every setting that a call does not give.
+
+    Otherwise a repetition penalty or a minimal length of the base would change greedy decoding.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config_of_base = base.generation_config
+    base.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        base.generation_config = config_of_base
