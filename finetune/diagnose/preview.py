@@ -441,7 +441,7 @@ def _judge_fit(
 def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Find a chat template without a generation prompt: the model would have to write the header of its answers."""
     is_chat = tokenizer.chat_template is not None and any(rows.row_type != "text" for rows in splits.values())
-    header = _unopened_header(ChatTemplate(tokenizer)) if is_chat else ""
+    header = unopened_header(ChatTemplate(tokenizer)) if is_chat else ""
     if header:
         shown = on_one_line(header)
         message = f"the chat template has no generation prompt: {shown} carries loss, and no prompt will end with it"
@@ -449,7 +449,7 @@ def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenize
         yield problem("Data", message, fix)
 
 
-def _unopened_header(template: ChatTemplate) -> str:
+def unopened_header(template: ChatTemplate) -> str:
     """Return the header of an answer if no generation prompt opens it, so that the model must write it; else ''."""
     question = (text_turn("user", "probe-1"),)
     answered = (*question, text_turn("assistant", "probe-2"))

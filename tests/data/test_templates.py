@@ -285,16 +285,3 @@ def test_a_tokenizer_without_template_and_eos_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no chat template and no eos token"):
         end_of_turn_ids(tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("of_a_turn", "header"),
-    [
-        ("'<|' + m['role'] + '|>' + m['content'] + '<|end|>'", "<|assistant|>"),
-        ("'[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + '</s>'", ""),
-    ],
-)
-def test_a_header_that_no_prompt_opens_is_found(of_a_turn, header):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {of_a_turn} }}}}{{% endfor %}}"
-    assert ChatTemplate(tokenizer).unopened_header() == header

@@ -13,11 +13,12 @@ import torch
 
 from finetune.cli.preview import preview_from_overrides
 from finetune.config.compose import load_config
+from finetune.data.chat_template import ChatTemplate
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.preferences import encode_preferences
-from finetune.diagnose.preview import Preview, preview_data
+from finetune.diagnose.preview import Preview, preview_data, unopened_header
 from finetune.diagnose.preview_splits import histogram, summarize_split
 from finetune.errors import ConfigError
 from finetune.model.tokens import build_tokenizer
@@ -341,3 +342,16 @@ def test_the_rows_of_a_split_are_written_for_another_trainer(words, tmp_path, mo
         with pytest.raises(ConfigError, match=reason):
             preview([*words, *TOLERANT], table=tmp_path / name)
         assert (tmp_path / "rows.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("of_a_turn", "header"),
+    [
+        ("'<|' + m['role'] + '|>' + m['content'] + '<|end|>'", "<|assistant|>"),
+        ("'[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + '</s>'", ""),
+    ],
+)
+def test_a_header_that_no_prompt_opens_is_found(of_a_turn, header):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {of_a_turn} }}}}{{% endfor %}}"
+    assert unopened_header(ChatTemplate(tokenizer)) == header
