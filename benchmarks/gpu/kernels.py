@@ -28,7 +28,7 @@ from finetune.engine.attention import attention, choose_kernel, dense_attention
 from finetune.engine.attention_cuda import attention_fallback
 from finetune.engine.layout import PackedMicrobatch, dense_mask, pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.microbatch import PaddedMicrobatch
+from finetune.engine.padded import PaddedMicrobatch
 
 _KEY_HEADS = 2
 _GROUPS = (1, 3, 4)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -21,9 +21,12 @@ from torch.utils.data import DataLoader, Sampler
 from finetune.config.schema import LoaderKeys
 from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.engine.layout import PackedMicrobatch, pack
-from finetune.engine.microbatch import Microbatch, PaddedMicrobatch
+from finetune.engine.microbatch import Microbatch
 from finetune.engine.prefixes import RowGroup, Tokens, assign_to_ranks, num_shared, split_global_batch
 from finetune.units import ceil_div
+
+if TYPE_CHECKING:
+    from finetune.engine.padded import PaddedMicrobatch
 
 Collate: TypeAlias = Callable[[Sequence[EncodedExample]], Microbatch]
 Keys = TypeVar("Keys", bound=LoaderKeys)
@@ -340,6 +343,8 @@ def _packed(
 
 def pad(examples: Sequence[EncodedExample]) -> PaddedMicrobatch:
     """Pad rows on the right with zeros. Padding is known by its position, never by its id."""
+    from finetune.engine.padded import PaddedMicrobatch
+
     longest = max(len(example.input_ids) for example in examples)
     input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
     is_target = torch.zeros(len(examples), longest, dtype=torch.bool)

@@ -11,7 +11,7 @@ from finetune.engine.decoder import bare_model, family_of, logit_scale
 from finetune.engine.loss_head import nats_and_softmax
 
 if TYPE_CHECKING:
-    from finetune.engine.microbatch import PaddedMicrobatch
+    from finetune.engine.padded import PaddedMicrobatch
 
 
 def cross_entropy_of_padded(

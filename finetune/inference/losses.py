@@ -12,7 +12,7 @@ import torch
 from finetune.data.batches import EvaluationLoader
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import cross_entropy_per_target
-from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
+from finetune.engine.microbatch import Microbatch
 from finetune.engine.products import in_float64
 from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode
@@ -138,4 +138,6 @@ def in_even_rounds(runtime: Runtime, loader: EvaluationLoader) -> Iterator[Micro
         yield microbatch
         num_done += len(rows)
     if runtime.placement.shard_size is not None:
+        from finetune.engine.padded import EMPTY_MICROBATCH
+
         yield from [EMPTY_MICROBATCH] * (loader.most_batches - len(loader.row_batches))

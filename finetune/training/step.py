@@ -18,7 +18,7 @@ from finetune.data.batches import derived_seed
 from finetune.distributed.liveness import as_out_of_memory
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import LossFunction, summed_cross_entropy
-from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
+from finetune.engine.microbatch import Microbatch
 from finetune.engine.products import in_float64, unchanged_weights
 from finetune.errors import DataError, RunFailedError
 from finetune.training.optim import learning_rate_at, set_learning_rate, trainable_parameters
@@ -196,6 +196,8 @@ def _seeded(
     """
     indexed = list(microbatches)
     if runtime.placement.needs_equal_microbatches:
+        from finetune.engine.padded import EMPTY_MICROBATCH
+
         rounds = math.ceil(num_microbatches / runtime.world_size)
         indexed += [(num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(indexed))
     return [(derived_seed(settings.seed, settings.step, index), microbatch) for index, microbatch in indexed]

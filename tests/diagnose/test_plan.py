@@ -25,7 +25,7 @@ from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.fused import is_fused
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.microbatch import PaddedMicrobatch
+from finetune.engine.padded import PaddedMicrobatch
 from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_base_model, checkpoint_gradients
 from finetune.model.lora import add_lora

@@ -15,7 +15,8 @@ from finetune.distributed.gradients import Reducer, sum_flat
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
+from finetune.engine.microbatch import Microbatch
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters

@@ -9,7 +9,7 @@ import torch
 from finetune.config.schema import Config
 from finetune.distributed.launch import _record_output_device, launch
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, LaunchError
 from finetune.training.optim import trainable_parameters
 from tests.distributed.reducing import CONFIGS, METHODS, SHARES, tiny

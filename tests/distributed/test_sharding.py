@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from finetune.config.compose import load_config
 from finetune.distributed.launch import launch
 from finetune.distributed.sharding import _mesh, refuse_uneven_shards
-from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.folder import RunFolder
 from finetune.training.memory.forecast import Shards, Weights

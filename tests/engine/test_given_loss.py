@@ -10,7 +10,7 @@ from finetune.data.batches import pad
 from finetune.engine.given_loss import refuse_no_sum, summed_given_loss
 from finetune.engine.layout import pack
 from finetune.engine.loss import Choices, summed_cross_entropy
-from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.errors import ConfigError
 from tests.rounding import relative_difference
 from tests.tiny_models import build_tiny, tiny_examples, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config

@@ -5,7 +5,7 @@ from torch.nn import functional
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExamples
 from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
-from finetune.engine.microbatch import PaddedMicrobatch
+from finetune.engine.padded import PaddedMicrobatch
 from tests.rounding import relative_difference
 from tests.tiny_models import build_tiny, tiny_examples, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 

@@ -18,7 +18,8 @@ from finetune.data.preferences import EncodedPair, LabelledExample
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target
 from finetune.engine.loss_of_nats import function_of_nats
-from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch, WithRows
+from finetune.engine.microbatch import Microbatch, WithRows
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.engine.products import in_float64
 from finetune.inference.losses import LossSums, in_even_rounds
 from finetune.model.base import evaluation_mode

@@ -19,7 +19,7 @@ import torch
 from finetune.data.batches import BatchRule, derived_seed
 from finetune.data.encoded import EncodedExample
 from finetune.data.templates import stop_ids
-from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
 from finetune.errors import CheckpointError
 from finetune.inference.decoding import Decoding, sample_answers

@@ -15,7 +15,7 @@ from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair, encode_preferences
-from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.errors import DataError
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters

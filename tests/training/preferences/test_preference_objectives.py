@@ -19,7 +19,7 @@ from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import EncodedLabelled, EncodedLabelledSplits, EncodedPairs, LabelledExample
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, DataError
 from finetune.training.objective import objective_of
 from finetune.training.optim import trainable_parameters

@@ -16,7 +16,7 @@ import torch
 
 from finetune.config.schema import GrpoSection
 from finetune.data.encoded import EncodedExample
-from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.model.base import evaluation_mode
 from finetune.training.optim import trainable_parameters
 from finetune.training.rewards.groups import (
