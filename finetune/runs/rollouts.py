@@ -18,7 +18,7 @@ Rollout = Mapping[str, Any]
 """`step`: the first step that learned from it. `server`: metrics of the server that sampled it, if one did. `groups`:
 for each prompt `source`, the file and line of its row, `prompt`, its tokens, `text`, the same as text, and `answers`.
 Each answer has its tokens `ids`, its `text`, its `rewards` by function (null: none), its `advantage`, and -log p of
-each token: `sampled_nats` as the sampler rollout it, before temperature and filters, and where the loss needs it `nats`
+each token: `sampled_nats` as the sampler computed it, before temperature and filters, and where the loss needs it `nats`
 as training computes it. With tools, `ids` also has what the model read: `parts` are the numbers of tokens of the first
 answer, of what follows it, of the second answer, and so on, and `texts` are their texts. Only tokens of answers have
 -log p. `calls` has the results after each answer that called something, and `has_end` says whether the last answer is
