@@ -114,11 +114,24 @@ class ConversationRows(PromptRows):
 
 
 def read_rows_by_source(section: DataSection) -> dict[str, Example]:
-    """Read all rows of training and validation, by their origin."""
+    """Read all rows of training and validation, by their origin.
+
+    Raises:
+        DataError: two sources of a mixture have rows of one origin and read them in different ways.
+    """
+    rows: dict[str, Example] = {}
     with warnings_only("finetune.data"):  # encoding has said all about these rows
         splits = load_examples(section, "prompts")
         parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]
-        return {row.source: row for part in parts for row in part.read()}
+        for row in (row for part in dict.fromkeys(parts) for row in part.read()):
+            other = rows.setdefault(row.source, row)
+            # The digest stands for the columns, where NaN would not be equal to itself.
+            if other._replace(columns=None) != row._replace(columns=None):
+                raise DataError(
+                    f"{row.source} is in two sources of data.mixture, which read it in different ways. Functions "
+                    "would get the row of one for both. Give one source a copy of the rows, under another name."
+                )
+    return rows
 
 
 def check_expected(config: Config, rewards: Rewards, prompts: PromptRows) -> None:
