@@ -15,14 +15,15 @@ from finetune.runs.folder import RunFolder
 from finetune.units import format_bytes
 
 Rollout = Mapping[str, Any]
-"""`step`: the first step that learned from it. `server`: metrics of the server that sampled it, if one did. `groups`:
-for each prompt `source`, the file and line of its row, `prompt`, its tokens, `text`, the same as text, and `answers`.
-Each answer has its tokens `ids`, its `text`, its `rewards` by function (null: none), its `advantage`, and -log p of
-each token: `sampled_nats` as the sampler rollout it, before temperature and filters, and where the loss needs it `nats`
-as training computes it. With tools, `ids` also has what the model read: `parts` are the numbers of tokens of the first
-answer, of what follows it, of the second answer, and so on, and `texts` are their texts. Only tokens of answers have
--log p. `calls` has the results after each answer that called something, and `has_end` says whether the last answer is
-whole and calls nothing. An answer has a `prompt` of its own if an environment added turns to the one of its row."""
+"""`step`: the first step that learned from it. `temperature`: of the `nats`, if there are some. `server`: metrics of
+the server that sampled it, if one did. `groups`: for each prompt `source`, the file and line of its row, `prompt`, its
+tokens, `text`, the same as text, and `answers`. Each answer has its tokens `ids`, its `text`, its `rewards` by function
+(null: none), its `advantage`, and -log p of each token: `sampled_nats` as the sampler drew it, before temperature and
+filters, and `nats` as training computes it, if it is in the loss and the loss needs it. With tools, `ids` also has what
+the model read: `parts` are the numbers of tokens of the first answer, of what follows it, of the second answer, and so
+on, and `texts` are their texts. Only tokens of answers have -log p. `calls` has the results after each answer that
+called something, and `has_end` says whether the last answer is whole and calls nothing. An answer has a `prompt` of its
+own if an environment added turns to the one of its row."""
 
 MOST_UNPACKED_BYTES = 1 << 30
 """A file from elsewhere may unpack to much more than it takes on the disk."""
