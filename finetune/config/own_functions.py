@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
@@ -31,7 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def resolve_functions(
     names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
 ) -> dict[str, Function]:
-    """Look up functions by name. Imports a module only if it is allowed.
+    """Look up functions by name. Imports a module only if it is allowed. The functions of a file share its globals.
 
     Args:
         names: names in `known`, or dotted names like `my_package.scores.bleu`.
@@ -44,7 +45,10 @@ def resolve_functions(
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
     """
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
-    return {name: _resolve(name, known, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
+    import_file = cache(_import_file)
+    return {
+        name: _resolve(name, known, allowed_modules, asked_by, allowed_by, import_file) for name in dict.fromkeys(names)
+    }
 
 
 def is_function_in_file(name: str) -> bool:
@@ -92,7 +96,12 @@ def fingerprint_functions(names: Iterable[str], allowed_modules: Iterable[str]) 
 
 
 def _resolve(
-    name: str, known: Mapping[str, Function], allowed_modules: Sequence[str], asked_by: str, allowed_by: str
+    name: str,
+    known: Mapping[str, Function],
+    allowed_modules: Sequence[str],
+    asked_by: str,
+    allowed_by: str,
+    import_file: Callable[[str], SimpleNamespace],
 ) -> Function:
     if name in known:
         return known[name]
@@ -110,7 +119,7 @@ def _resolve(
             f"{asked_by} is {name}, but {module} is not allowed: a function is code that runs here. If you trust the "
             f"package, allow it with {allowed_by}{module}."
         )
-    source = _import_installed(module, allowed_by.rstrip(" =")) if file is None else _import_file(file)
+    source = _import_installed(module, allowed_by.rstrip(" =")) if file is None else import_file(file)
     function = getattr(source, attribute, None)
     if not callable(function):
         close = did_you_mean(attribute, [key for key, value in vars(source).items() if callable(value)])
@@ -119,7 +128,7 @@ def _resolve(
 
 
 def _import_file(file: str) -> SimpleNamespace:
-    """Run a Python file as the module of its name, and return its globals. Nothing is cached."""
+    """Run a Python file as the module of its name, and return its globals. Each call runs it again."""
     with _without_current_folder():
         try:
             return SimpleNamespace(**run_path(file, run_name=Path(file).stem))
