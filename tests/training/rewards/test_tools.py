@@ -18,7 +18,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.training.rewards.conversations import Row, ToolUse, is_generated, parts_of
-from finetune.training.rewards.tools import Result, ToolProcess, offered_tools
+from finetune.training.rewards.tools import Environment, Result, ToolProcess, offered_tools
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
 TOOLS = '''
@@ -321,6 +321,8 @@ class Guess:
             raise KeyError(answer)
         if answer == "odd":
             return 5
+        if answer == "itself":
+            return [self]
         if answer == self.row["completion"]:
             return None
         return [{"role": "user", "content": f"Not {answer}.<|end|>"}, {"role": "user", "content": "Again."}]
@@ -365,6 +367,41 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
     for answer, problem in (("fail", "failed in step: .*KeyError"), ("odd", "returned 5 from step; expected None")):
         with pytest.raises(DataError, match=f"the environment Guess {problem}"):
             tools._environment.turns(0, "step", answer)
+    with pytest.raises(DataError, match=r"failed in step: .*returned an object of the type Guess; expected text"):
+        tools._environment.turns(0, "step", "itself")
     offering = rows[0]._replace(tools=json.dumps([{"type": "function", "function": {"name": "weather"}}]))
     (opened,) = tools._open(tools._environment, [offering]).values()
     assert "<|tool|>[{" in tokenizer.decode(opened), "reset keeps the tools that the row offers"
+
+
+AWAITED = """
+import asyncio
+import numpy
+
+class Game:
+    async def reset(self, row):
+        self.tries, self.is_over = numpy.float32(row["tries"]), asyncio.get_running_loop().create_future()
+        return "Begin."
+
+    async def step(self, answer):
+        self.is_over.set_result(None)
+        await asyncio.wait_for(self.is_over, 5)
+        return numpy.array([]) if answer == "nothing" else None
+
+    async def score(self):
+        return self.tries
+"""
+
+
+@pytest.mark.process
+def test_an_async_environment_is_awaited_in_one_loop_and_its_score_may_be_of_numpy(tmp_path):
+    (tmp_path / "game.py").write_text(AWAITED)
+    named = [f"rollout.environment={tmp_path / 'game.py'}:Game", "reward.functions=environment"]
+    config = load_config(["model=phi_tiny", "data.path=rows.jsonl", *named], task="finetune_grpo")
+    environment = Environment(config.rollout)
+    for place in (0, 1):
+        assert environment.turns(place, "reset", {"tries": 0.5}) == [{"role": "user", "content": "Begin."}]
+    assert environment.turns(0, "step", "a") is None
+    with pytest.raises(DataError, match=r"returned .*\[\].* from step; expected None, a text"):
+        environment.turns(1, "step", "nothing")
+    assert environment.score(0) == 0.5
