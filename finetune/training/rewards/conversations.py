@@ -383,7 +383,11 @@ class ToolUse(SingleAnswers):
     def _replies(
         self, answers: Mapping[int, Sequence[int]], stops: Sequence[int], *, is_last: bool
     ) -> list[tuple[list[Result], list[int], bool]]:
-        """Return for each answer its results, the tokens to append, and whether it ends its conversation."""
+        """Return for each answer its results, the tokens to append, and whether it ends its conversation.
+
+        The environment gets the last answer too, because it decides what the conversation is worth. The model reads
+        none of the turns that it returns then.
+        """
         replies: list[tuple[list[Result], list[int], bool]] = []
         to_render: list[tuple[Turn, list[Turn]]] = []
         for place, ids in answers.items():
@@ -396,9 +400,9 @@ class ToolUse(SingleAnswers):
                 results = self._call(answer)
                 to_render.append((_turn_of_calls(results), turns_of(results)))
             elif has_end and self._environment is not None:
-                turns = None if is_last else self._environment.turns(place, "step", answer.text)
-                has_end = turns is None and not is_last
-                results = [_as_result(turn) for turn in self._cleaned(turns or [])]
+                turns = self._environment.turns(place, "step", answer.text)
+                has_end = turns is None
+                results = [] if is_last else [_as_result(turn) for turn in self._cleaned(turns or [])]
                 to_render += [(_ANSWER, turns_of(results))] if results else []
             replies.append((results, [], has_end))
         tokens = iter(self._continuations(to_render))

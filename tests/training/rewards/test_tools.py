@@ -369,6 +369,10 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
             tools._environment.turns(0, "step", answer)
     with pytest.raises(DataError, match=r"failed in step: .*returned an object of the type Guess; expected text"):
         tools._environment.turns(0, "step", "itself")
+    texts = tokenizer(["7<|end|>", "8<|end|>"], add_special_tokens=False)["input_ids"]
+    last = tools._replies(dict(enumerate(texts)), [end], is_last=True)
+    assert last == [([], [], True), ([], [], False)], "the last answer is judged, and what follows it is not read"
+    assert (tools._environment.score(0), tools._environment.score(1)) == (1 / 6, 1 / 2)
     offering = rows[0]._replace(tools=json.dumps([{"type": "function", "function": {"name": "weather"}}]))
     (opened,) = tools._open(tools._environment, [offering]).values()
     assert "<|tool|>[{" in tokenizer.decode(opened), "reset keeps the tools that the row offers"
