@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
@@ -83,16 +84,35 @@ def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[
 def fingerprint_functions(names: Iterable[str], allowed_modules: Iterable[str]) -> str:
     """Return the names and digests of the source files of functions; empty if all are built in.
 
-    For the arguments, see `resolve_functions`, which has imported the modules. Code that a file imports is not read.
+    For the arguments, see `resolve_functions`. Only another process may have imported the modules, so that they are
+    looked for without importing them. Code that a file imports is not read.
     """
     modules = {name.rpartition(".")[0] for name in names}
     files = []
     for allowed in allowed_modules:
         is_file = allowed.endswith(".py")
-        source = allowed if is_file else getattr(sys.modules.get(allowed), "__file__", None)
+        source = allowed if is_file else _file_of(allowed)
         if source and (Path(allowed).stem if is_file else allowed) in modules and Path(source).is_file():
             files.append(Path(source))
     return ", ".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" for file in sorted(files))
+
+
+def _file_of(module: str) -> str | None:
+    """Return the file of an installed module, which is not imported, and neither are the packages that it is in."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None)
+    folders: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    with _without_current_folder():
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            found = (finder.find_spec(name, folders) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next((each for each in found if each is not None), None)
+            folders = None if spec is None else spec.submodule_search_locations
+            if folders is None and depth < len(parts):
+                return None
+    return None if spec is None else spec.origin
 
 
 def _resolve(
