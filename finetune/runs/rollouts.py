@@ -30,12 +30,16 @@ MOST_UNPACKED_BYTES = 1 << 30
 
 
 def write_rollout(folder: RunFolder, rollout: Rollout) -> None:
-    """Write the file of a rollout; equal rollouts have equal bytes.
+    """Write the file of a rollout; equal rollouts have equal bytes. Remove the rollouts of later steps.
+
+    There are later ones if the answers of a damaged rollout are generated again. Weights that learn from these answers
+    may differ from those that generated the later ones.
 
     Raises:
         RunFailedError: the disk refused.
     """
     path = folder.rollout(rollout["step"])
+    remove_rollouts_after(folder, rollout["step"])
     text = json.dumps(rollout, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     with disk_failures_end_the_run("Writing", path):
         folder.rollouts.mkdir(exist_ok=True)
@@ -66,8 +70,9 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
 def unusable_rollout(folder: RunFolder, step: int, problem: str) -> CheckpointError:
     """Return the error for a rollout that no step can learn from."""
     return CheckpointError(
-        f"{folder.rollout(step)} {problem}. Step {step} learns from it. To generate its answers again, delete this "
-        f"file and the folders of step {step} and later in checkpoints/, then go on with resume=auto."
+        f"{folder.rollout(step)} {problem}. Step {step} learns from it. To generate its answers and all later ones "
+        f"again, delete this file and the folders of step {step} and later in checkpoints/, then go on with "
+        "resume=auto."
     )
 
 

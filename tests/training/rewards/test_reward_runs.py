@@ -400,6 +400,17 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
         recorded_rollouts.read_rollout(folder, 1)
 
 
+def test_a_rollout_that_is_generated_again_removes_later_ones(tmp_path):
+    """They were drawn with weights that learned from the answers that are gone."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 3, 5):
+        recorded_rollouts.write_rollout(folder, {"step": step, "groups": []})
+    assert folder.rollout_steps() == [1, 3, 5]
+    recorded_rollouts.write_rollout(folder, {"step": 3, "groups": [{}]})
+    assert folder.rollout_steps() == [1, 3]
+    assert recorded_rollouts.read_rollout(folder, 3)["groups"] == [{}]
+
+
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
