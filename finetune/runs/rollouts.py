@@ -43,7 +43,8 @@ def write_rollout(folder: RunFolder, rollout: Rollout) -> None:
     text = json.dumps(rollout, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     with disk_failures_end_the_run("Writing", path):
         folder.rollouts.mkdir(exist_ok=True)
-        replace_file(path, gzip.compress(text.encode(), compresslevel=6, mtime=0))
+        # A byte of a file name that is no UTF-8 is half of a surrogate pair here; JSON writes it as \udcff, too.
+        replace_file(path, gzip.compress(text.encode(errors="backslashreplace"), compresslevel=6, mtime=0))
 
 
 def read_rollout(folder: RunFolder, step: int) -> Rollout:

@@ -400,6 +400,12 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
         recorded_rollouts.read_rollout(folder, 1)
 
 
+def test_a_rollout_of_a_file_whose_name_is_not_utf_8_is_recorded(tmp_path):
+    rollout = {"step": 1, "groups": [{"source": "s\udcff.jsonl:1", "text": "C:\\é"}]}
+    recorded_rollouts.write_rollout(RunFolder(tmp_path), rollout)
+    assert recorded_rollouts.read_rollout(RunFolder(tmp_path), 1) == rollout
+
+
 def test_a_rollout_that_is_generated_again_removes_later_ones(tmp_path):
     """They were drawn with weights that learned from the answers that are gone."""
     folder = RunFolder(tmp_path)
