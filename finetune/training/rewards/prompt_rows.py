@@ -95,6 +95,7 @@ class PromptRows:
             whole=str(self._tokenizer.decode(without_stop, skip_special_tokens=True)),
             marked=self.text(without_stop),
             ids=list(answer.ids),
+            num_read=len(answer.ids) - answer.num_generated,
         )
 
 

@@ -6,9 +6,13 @@ import json
 
 import pytest
 
-from finetune.config.schema import DataSection
+from finetune.config.schema import DataSection, RewardSection
+from finetune.data.encoded import EncodedExamples
 from finetune.errors import DataError
-from finetune.training.rewards.prompt_rows import read_rows_by_source
+from finetune.training.rewards.conversations import GeneratedConversation
+from finetune.training.rewards.functions import built_in_functions
+from finetune.training.rewards.prompt_rows import PromptRows, read_rows_by_source
+from tests.tiny import tiny_tokenizer
 
 SUBSETS = """---
 configs:
@@ -43,3 +47,11 @@ def test_a_file_is_in_a_mixture_twice_only_if_both_sources_read_it_alike(tmp_pat
     assert len(read_rows_by_source(mixture_of(short, {**short, "weight": 2}, tmp_path=tmp_path))) == 1
     with pytest.raises(DataError, match=r"rows\.jsonl:1 is in two sources of data\.mixture"):
         read_rows_by_source(mixture_of(short, long, tmp_path=tmp_path))
+
+
+def test_length_counts_what_the_model_generated_and_not_what_it_read():
+    examples = EncodedExamples.from_rows([([5, 6, 7], [False, False, True])], end_id=7, row_type="messages")
+    rows = PromptRows(examples, tiny_tokenizer(), None)
+    answer = rows.answer(0, GeneratedConversation([5, 7, 9, 9, 9, 6, 7], lengths=[2, 3, 2]), [7])
+    assert answer.ids == [5, 7, 9, 9, 9, 6, 7]
+    assert built_in_functions(RewardSection(), longest=8)["length"](answer) == 1 - 4 / 8
