@@ -413,10 +413,12 @@ class ToolUse(SingleAnswers):
             message = f'{answer.problem}. Write {{"name": …, "arguments": {{…}}}}'
             return [Result(name="", arguments=None, text=error_text(message), failed=True)]
         seconds, most = self._section.tool_timeout_seconds, self._section.max_result_tokens
-        return [
+        results = [
             self._shortened(self._process.call(call["name"], call["arguments"], seconds=seconds, most_tokens=most))
             for call in answer.calls
         ]
+        ids = answer.call_ids or [""] * len(results)
+        return [replace(result, id=call_id) for result, call_id in zip(results, ids, strict=True)]
 
     def _shortened(self, result: Result) -> Result:
         """Cut a result at `max_result_tokens`, and say so at its end. Leave out the texts of special tokens."""
@@ -485,8 +487,8 @@ def _after_the_answer(
 
 def _turn_of_calls(results: Sequence[Result]) -> Turn:
     calls = [
-        {"type": "function", "id": f"call{n:05}", "function": {"name": "probe", "arguments": {}}}
-        for n in range(len(results))
+        {"type": "function", "id": _id_of_call(n, result), "function": {"name": "probe", "arguments": {}}}
+        for n, result in enumerate(results)
     ]
     return text_turn("assistant", "") | {"tool_calls": calls}
 
@@ -501,10 +503,16 @@ def _no_problem(continuation: list[int] | str) -> list[int]:
     return continuation
 
 
+def _id_of_call(number: int, result: Result) -> str:
+    """Return the id of a call: the model's own, or one by its place in the answer. Some templates need one."""
+    return result.id or f"call{number:05}"
+
+
 def turns_of(results: Sequence[Result]) -> list[Turn]:
     """Return the turns that give results to a model."""
     return [
-        text_turn("tool", result.text) | {"name": _NO_NAME.sub("_", result.name), "tool_call_id": f"call{n:05}"}
+        text_turn("tool", result.text)
+        | {"name": _NO_NAME.sub("_", result.name), "tool_call_id": _id_of_call(n, result)}
         if result.role == "tool"
         else text_turn(result.role, result.text)
         for n, result in enumerate(results)

@@ -106,8 +106,11 @@ class ConversationRows(PromptRows):
         """Describe a conversation after a row's prompt for reward functions."""
         turns: list[Turn] = []
         for place, ids in enumerate(answer.answers):
-            turns.append(self._reader.read(ids[:-1] if ids and ids[-1] in stops else ids).as_turn())
-            turns += turns_of(answer.results[place]) if place < len(answer.results) else []
+            turn = self._reader.read(ids[:-1] if ids and ids[-1] in stops else ids).as_turn()
+            replies = turns_of(answer.results[place]) if place < len(answer.results) else []
+            called = zip(turn.get("tool_calls", ()), replies, strict=False)
+            calls = [call | {"id": reply["tool_call_id"]} for call, reply in called if reply["role"] == "tool"]
+            turns += [turn | ({"tool_calls": calls} if calls else {}), *replies]
         described = super().answer(row, answer, stops)
         prompt = described.prompt
         turns_of_prompt = [text_turn("user", prompt)] if isinstance(prompt, str) else prompt

@@ -13,11 +13,13 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from finetune import launch, load_config
 from finetune.data.chat_template import use_chat_template
+from finetune.data.encoded import EncodedExamples
 from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.training.rewards.conversations import Row, ToolUse, is_generated, parts_of
+from finetune.training.rewards.conversations import GeneratedConversation, Row, ToolUse, is_generated, parts_of
+from finetune.training.rewards.prompt_rows import ConversationRows
 from finetune.training.rewards.tools import Environment, Result, ToolProcess, offered_tools
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
@@ -214,6 +216,39 @@ def test_a_conversation_goes_on_with_the_words_of_the_template_and_the_results(f
     (broken,), after, has_end = says(ONE[template].format('{"name": "add", "argum') + "<|end|>")
     assert (broken.name, broken.failed, has_end) == ("", True, False)
     assert "is not JSON with a name and arguments. Write" in tokenizer.decode(after)
+
+
+MISTRAL = (
+    "{% if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif %}"
+    "{% for m in messages %}{% if m['tool_calls'] is defined %}{{ '<|assistant|>[TOOL_CALLS] [' }}"
+    "{% for c in m['tool_calls'] %}{% if c['id'] | length != 9 %}{{ raise_exception('9!') }}{% endif %}"
+    "{{ (c['function'] | tojson)[:-1] + ', \"id\": \"' + c['id'] + '\"}' + ('' if loop.last else ', ') }}{% endfor %}"
+    "{{ ']<|end|>' }}{% elif m['role'] == 'tool' %}{% if m['tool_call_id'] | length != 9 %}{{ raise_exception('9!') }}"
+    "{% endif %}{{ '[R]' + m['content'] + ' of ' + m['tool_call_id'] + '[/R]' }}"
+    "{% else %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.process
+def test_a_result_has_the_id_that_the_model_gave_its_call(file):
+    tokenizer = tokenizer_with(MISTRAL)
+    tools = ToolUse(config_of(file, "add"), tokenizer, SCHEMAS)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    examples = EncodedExamples.from_rows([([5, 6, end], [False, False, True])], end_id=end, row_type="messages")
+    rows = ConversationRows(examples, tokenizer, None)
+
+    def replied(*ids):
+        calls = [{"name": "add", "arguments": {"a": n, "b": 1}, "id": name} for n, name in enumerate(ids)]
+        answer = tokenizer(f"[TOOL_CALLS] {json.dumps(calls)}<|end|>", add_special_tokens=False)["input_ids"]
+        ((results, after, _),) = tools._replies({0: answer}, [end], is_last=False)
+        written = GeneratedConversation([*answer, *after], [], [len(answer), len(after)], [results])
+        called, *replies = rows.answer(0, written, [end]).turns
+        assert [call["id"] for call in called["tool_calls"]] == [turn["tool_call_id"] for turn in replies]
+        return tokenizer.decode(after)
+
+    assert replied("aB3dE6gH9", "012345678") == "[R]1 of aB3dE6gH9[/R][R]2 of 012345678[/R]<|assistant|>"
+    assert replied("aB3dE6gH9", "short") == "[R]1 of call00000[/R][R]2 of call00001[/R]<|assistant|>"
 
 
 BETWEEN = {
