@@ -13,7 +13,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
@@ -31,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def resolve_functions(
     names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
 ) -> dict[str, Function]:
-    """Look up functions by name. Imports a module only if it is allowed.
+    """Look up functions by name. Imports a module only if it is allowed. The functions of a file share its globals.
 
     Args:
         names: names in `known`, or dotted names like `my_package.scores.bleu`.
@@ -44,7 +46,10 @@ def resolve_functions(
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
     """
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
-    return {name: _resolve(name, known, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
+    import_file = cache(_import_file)
+    return {
+        name: _resolve(name, known, allowed_modules, asked_by, allowed_by, import_file) for name in dict.fromkeys(names)
+    }
 
 
 def is_function_in_file(name: str) -> bool:
@@ -79,20 +84,44 @@ def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[
 def fingerprint_functions(names: Iterable[str], allowed_modules: Iterable[str]) -> str:
     """Return the names and digests of the source files of functions; empty if all are built in.
 
-    For the arguments, see `resolve_functions`, which has imported the modules. Code that a file imports is not read.
+    For the arguments, see `resolve_functions`. Only another process may have imported the modules, so that they are
+    looked for without importing them. Code that a file imports is not read.
     """
     modules = {name.rpartition(".")[0] for name in names}
     files = []
     for allowed in allowed_modules:
         is_file = allowed.endswith(".py")
-        source = allowed if is_file else getattr(sys.modules.get(allowed), "__file__", None)
+        source = allowed if is_file else _file_of(allowed)
         if source and (Path(allowed).stem if is_file else allowed) in modules and Path(source).is_file():
             files.append(Path(source))
     return ", ".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" for file in sorted(files))
 
 
+def _file_of(module: str) -> str | None:
+    """Return the file of an installed module, which is not imported, and neither are the packages that it is in."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None)
+    folders: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    with _without_current_folder():
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            found = (finder.find_spec(name, folders) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next((each for each in found if each is not None), None)
+            folders = None if spec is None else spec.submodule_search_locations
+            if folders is None and depth < len(parts):
+                return None
+    return None if spec is None else spec.origin
+
+
 def _resolve(
-    name: str, known: Mapping[str, Function], allowed_modules: Sequence[str], asked_by: str, allowed_by: str
+    name: str,
+    known: Mapping[str, Function],
+    allowed_modules: Sequence[str],
+    asked_by: str,
+    allowed_by: str,
+    import_file: Callable[[str], SimpleNamespace],
 ) -> Function:
     if name in known:
         return known[name]
@@ -110,7 +139,7 @@ def _resolve(
             f"{asked_by} is {name}, but {module} is not allowed: a function is code that runs here. If you trust the "
             f"package, allow it with {allowed_by}{module}."
         )
-    source = _import_installed(module, allowed_by.rstrip(" =")) if file is None else _import_file(file)
+    source = _import_installed(module, allowed_by.rstrip(" =")) if file is None else import_file(file)
     function = getattr(source, attribute, None)
     if not callable(function):
         close = did_you_mean(attribute, [key for key, value in vars(source).items() if callable(value)])
@@ -119,7 +148,7 @@ def _resolve(
 
 
 def _import_file(file: str) -> SimpleNamespace:
-    """Run a Python file as the module of its name, and return its globals. Nothing is cached."""
+    """Run a Python file as the module of its name, and return its globals. Each call runs it again."""
     with _without_current_folder():
         try:
             return SimpleNamespace(**run_path(file, run_name=Path(file).stem))

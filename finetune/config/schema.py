@@ -729,7 +729,7 @@ class RolloutSection(Section):
     environment_from: Free[Annotated[TextList, RunsCode("an environment", "training")]] = Field(default_factory=list)
     """The installed module that `environment` may name. Only the command line may set it, because it is code."""
     max_turns: UpdateKey[PositiveInt] = 8
-    """tools, environment: the most answers in a conversation. The last one may call no tool."""
+    """tools, environment: the most answers in a conversation. The last one may call no tool; an environment gets it."""
     tool_timeout_seconds: Free[PositiveFloat] = 10.0
     """The longest that a call of a tool or an environment may take. Then its process is killed."""
     max_result_tokens: UpdateKey[PositiveInt] = 256

@@ -106,11 +106,17 @@ def open_split(section: DataSection, path: str, split: str) -> FileRows | Datase
     import datasets
 
     if section.max_rows is not None and "[" not in split and not Path(path).exists():
-        return FileRows(_first_rows(section, path, split), f"{path} {split}", is_copy=True)
+        return FileRows(_first_rows(section, path, split), _label(section, path, split), is_copy=True)
     name, revision = section.name, section.revision
     with quiet_datasets():
         rows = _ask(section, path, lambda: datasets.load_dataset(path, name, revision=revision, split=split))
-    return DatasetRows(rows, f"{path.rstrip('/')} {split}")
+    return DatasetRows(rows, _label(section, path, split))
+
+
+def _label(section: DataSection, path: str, split: str) -> str:
+    """Name a split in messages. Subsets and revisions have other names, because a mixture may have several of them."""
+    revision = f"@{section.revision}" if section.revision else ""
+    return " ".join(filter(None, (f"{path.rstrip('/')}{revision}", section.name, split)))
 
 
 def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,8 @@ _QUESTION = text_turn("user", "a")
 _THINKING, _TEXT = "probe-1", "probe-2"
 Metric = Callable[[str, str], float]
 """(generated answer, expected answer) to a number. The score of a model is the mean over the rows."""
+_CALL_ID = re.compile("[A-Za-z0-9]{9}")
+"""The templates of Mistral refuse other ids."""
 SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
 """Metrics that are shares of the rows, shown as percentages."""
 
@@ -43,6 +46,8 @@ class Answer(NamedTuple):
     """Each call with its name and its arguments."""
     problem: str = ""
     """Why a call that the answer begins cannot be read; empty if there is no problem."""
+    call_ids: tuple[str, ...] = ()
+    """The id that the model gave each call, as models of Mistral do; empty if it gave none."""
 
     def as_turn(self) -> Turn:
         """Return the turn of the assistant, for a template to render in the next prompt."""
@@ -89,7 +94,8 @@ class AnswerReader:
             text = self._plain(rest)
         else:
             text = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
-        return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls), problem)
+        call_ids = self._find_ids(rest, len(calls))
+        return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls), problem, call_ids)
 
     def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]], str]:
         """Return the text before the first call, the calls, and why they cannot be read, if so."""
@@ -106,6 +112,14 @@ class AnswerReader:
                 calls.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
             _, separator, rest = rest[end:].partition(mark) if mark else ("", "", "")
         return content, calls, ""
+
+    def _find_ids(self, text: str, num_calls: int) -> tuple[str, ...]:
+        """Return the id of each call in a text; none unless all calls have one that templates accept."""
+        mark = self.call_marks.before if self.call_marks else ""
+        values = [_leading_json(part)[0] for part in (text.split(mark)[1:] if mark else [text])] if num_calls else []
+        calls = [call for value in values for call in (value if isinstance(value, list) else [value])]
+        ids = [str(call.get("id")) for call in calls if isinstance(call, Mapping)]
+        return tuple(ids) if len(ids) == num_calls and all(map(_CALL_ID.fullmatch, ids)) else ()
 
     def _plain(self, text: str) -> str:
         for mark in self.call_marks or ():

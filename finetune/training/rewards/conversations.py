@@ -383,7 +383,11 @@ class ToolUse(SingleAnswers):
     def _replies(
         self, answers: Mapping[int, Sequence[int]], stops: Sequence[int], *, is_last: bool
     ) -> list[tuple[list[Result], list[int], bool]]:
-        """Return for each answer its results, the tokens to append, and whether it ends its conversation."""
+        """Return for each answer its results, the tokens to append, and whether it ends its conversation.
+
+        The environment gets the last answer too, because it decides what the conversation is worth. The model reads
+        none of the turns that it returns then.
+        """
         replies: list[tuple[list[Result], list[int], bool]] = []
         to_render: list[tuple[Turn, list[Turn]]] = []
         for place, ids in answers.items():
@@ -396,9 +400,9 @@ class ToolUse(SingleAnswers):
                 results = self._call(answer)
                 to_render.append((_turn_of_calls(results), turns_of(results)))
             elif has_end and self._environment is not None:
-                turns = None if is_last else self._environment.turns(place, "step", answer.text)
-                has_end = turns is None and not is_last
-                results = [_as_result(turn) for turn in self._cleaned(turns or [])]
+                turns = self._environment.turns(place, "step", answer.text)
+                has_end = turns is None
+                results = [] if is_last else [_as_result(turn) for turn in self._cleaned(turns or [])]
                 to_render += [(_ANSWER, turns_of(results))] if results else []
             replies.append((results, [], has_end))
         tokens = iter(self._continuations(to_render))
@@ -409,10 +413,12 @@ class ToolUse(SingleAnswers):
             message = f'{answer.problem}. Write {{"name": …, "arguments": {{…}}}}'
             return [Result(name="", arguments=None, text=error_text(message), failed=True)]
         seconds, most = self._section.tool_timeout_seconds, self._section.max_result_tokens
-        return [
+        results = [
             self._shortened(self._process.call(call["name"], call["arguments"], seconds=seconds, most_tokens=most))
             for call in answer.calls
         ]
+        ids = answer.call_ids or [""] * len(results)
+        return [replace(result, id=call_id) for result, call_id in zip(results, ids, strict=True)]
 
     def _shortened(self, result: Result) -> Result:
         """Cut a result at `max_result_tokens`, and say so at its end. Leave out the texts of special tokens."""
@@ -481,8 +487,8 @@ def _after_the_answer(
 
 def _turn_of_calls(results: Sequence[Result]) -> Turn:
     calls = [
-        {"type": "function", "id": f"call{n:05}", "function": {"name": "probe", "arguments": {}}}
-        for n in range(len(results))
+        {"type": "function", "id": _id_of_call(n, result), "function": {"name": "probe", "arguments": {}}}
+        for n, result in enumerate(results)
     ]
     return text_turn("assistant", "") | {"tool_calls": calls}
 
@@ -497,10 +503,16 @@ def _no_problem(continuation: list[int] | str) -> list[int]:
     return continuation
 
 
+def _id_of_call(number: int, result: Result) -> str:
+    """Return the id of a call: the model's own, or one by its place in the answer. Some templates need one."""
+    return result.id or f"call{number:05}"
+
+
 def turns_of(results: Sequence[Result]) -> list[Turn]:
     """Return the turns that give results to a model."""
     return [
-        text_turn("tool", result.text) | {"name": _NO_NAME.sub("_", result.name), "tool_call_id": f"call{n:05}"}
+        text_turn("tool", result.text)
+        | {"name": _NO_NAME.sub("_", result.name), "tool_call_id": _id_of_call(n, result)}
         if result.role == "tool"
         else text_turn(result.role, result.text)
         for n, result in enumerate(results)

@@ -52,6 +52,8 @@ class GeneratedAnswer:
     the texts are from the last answer."""
     score: float = math.nan
     """The score of the environment."""
+    num_read: int = 0
+    """How many of `ids` the model read, because they are of results or of turns of the environment."""
 
 
 Score = Callable[[GeneratedAnswer], float]
@@ -64,7 +66,7 @@ _THINKS_FIRST = re.compile(r"\s*<think>(?!.*<think>).*?</think>\s*\S.*", flags=r
 
 
 def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Score]:
-    """Return the built-in functions, by name. `length` compares with `longest`, a number of tokens."""
+    """Return the built-in functions, by name. `length` compares generated tokens with `longest`."""
 
     def regex(answer: GeneratedAnswer) -> float:
         ((is_match,),) = match_patterns(
@@ -79,7 +81,7 @@ def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Sco
         "token_f1": lambda answer: token_f1(answer.text, answer.expected),
         "regex": regex,
         "format_think": lambda answer: float(_THINKS_FIRST.fullmatch(answer.marked) is not None),
-        "length": lambda answer: 1 - len(answer.ids) / longest,
+        "length": lambda answer: 1 - (len(answer.ids) - answer.num_read) / longest,
         "environment": lambda answer: answer.score,
     }
 

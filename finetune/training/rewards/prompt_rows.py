@@ -95,6 +95,7 @@ class PromptRows:
             whole=str(self._tokenizer.decode(without_stop, skip_special_tokens=True)),
             marked=self.text(without_stop),
             ids=list(answer.ids),
+            num_read=len(answer.ids) - answer.num_generated,
         )
 
 
@@ -105,8 +106,11 @@ class ConversationRows(PromptRows):
         """Describe a conversation after a row's prompt for reward functions."""
         turns: list[Turn] = []
         for place, ids in enumerate(answer.answers):
-            turns.append(self._reader.read(ids[:-1] if ids and ids[-1] in stops else ids).as_turn())
-            turns += turns_of(answer.results[place]) if place < len(answer.results) else []
+            turn = self._reader.read(ids[:-1] if ids and ids[-1] in stops else ids).as_turn()
+            replies = turns_of(answer.results[place]) if place < len(answer.results) else []
+            called = zip(turn.get("tool_calls", ()), replies, strict=False)
+            calls = [call | {"id": reply["tool_call_id"]} for call, reply in called if reply["role"] == "tool"]
+            turns += [turn | ({"tool_calls": calls} if calls else {}), *replies]
         described = super().answer(row, answer, stops)
         prompt = described.prompt
         turns_of_prompt = [text_turn("user", prompt)] if isinstance(prompt, str) else prompt
@@ -114,11 +118,24 @@ class ConversationRows(PromptRows):
 
 
 def read_rows_by_source(section: DataSection) -> dict[str, Example]:
-    """Read all rows of training and validation, by their origin."""
+    """Read all rows of training and validation, by their origin.
+
+    Raises:
+        DataError: two sources of a mixture have rows of one origin and read them in different ways.
+    """
+    rows: dict[str, Example] = {}
     with warnings_only("finetune.data"):  # encoding has said all about these rows
         splits = load_examples(section, "prompts")
         parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]
-        return {row.source: row for part in parts for row in part.read()}
+        for row in (row for part in dict.fromkeys(parts) for row in part.read()):
+            other = rows.setdefault(row.source, row)
+            # The digest stands for the columns, where NaN would not be equal to itself.
+            if other._replace(columns=None) != row._replace(columns=None):
+                raise DataError(
+                    f"{row.source} is in two sources of data.mixture, which read it in different ways. Functions "
+                    "would get the row of one for both. Give one source a copy of the rows, under another name."
+                )
+    return rows
 
 
 def check_expected(config: Config, rewards: Rewards, prompts: PromptRows) -> None:

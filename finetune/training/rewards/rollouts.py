@@ -41,7 +41,7 @@ from finetune.training.rewards.groups import (
 from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.rewards.rollout_server import SERVER_DIFFERENCE, RolloutServer
 from finetune.training.rewards.warnings import RewardWarnings
-from finetune.units import ceil_div
+from finetune.units import ceil_div, counted
 
 if TYPE_CHECKING:
     from finetune.training.objective import Setup
@@ -58,7 +58,8 @@ class Rollout:
         rewards: of each answer by function; nan: none.
         advantages: of each answer.
         metrics: of the step.
-        old_nats: -log p of the tokens of each answer that is in the loss; None if they are those of the first step.
+        old_nats: -log p of the tokens of each answer that is in the loss, and nothing for other answers. None if they
+            are those of the first step.
     """
 
     step: int
@@ -285,13 +286,18 @@ class RolloutLoader:
             if self._setup.journal is not None:
                 folder = self.recorded or self._setup.journal.folder
                 record = read_rollout(folder, step)
-                if problem := self._problem_of(record["groups"], rows):
+                if problem := self._problem_of(record, step, rows):
                     if self.recorded is not None:
                         raise CheckpointError(
                             f"{folder.rollout(step)} {problem}, so this step cannot be computed again."
                         )
                     raise unusable_rollout(folder, step, f"{problem}, so go on without this change or with new answers")
-        record = self._runtime.collectives.broadcast_from_main(record)
+        rollout = self._from_record(self._runtime.collectives.broadcast_from_main(record), step, rows)
+        nats = self._before_temperature(rollout)
+        return rollout if nats is None else self._with_drawn_ratios(rollout, nats)
+
+    def _from_record(self, record: Mapping[str, Any], step: int, rows: list[int]) -> Rollout:
+        """Return a recorded rollout with the advantages of this configuration."""
         answers = [answer for group in record["groups"] for answer in group["answers"]]
         rewards = [
             [math.nan if (value := answer["rewards"][name]) is None else value for name in self._rewards.names]
@@ -300,13 +306,12 @@ class RolloutLoader:
         generated = [self._answering.from_record(answer, self._stops) for answer in answers]
         rollout = self._compare(step, rows, generated, rewards)
         metrics = {**rollout.metrics, **record.get("server", {})}
-        rollout = replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
-        nats = self._before_temperature(rollout)
-        return rollout if nats is None else self._with_drawn_ratios(rollout, nats)
+        return replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
 
-    def _problem_of(self, groups: Sequence[Mapping[str, Any]], rows: list[int]) -> str:
+    def _problem_of(self, record: Mapping[str, Any], step: int, rows: list[int]) -> str:
         """Return why recorded answers are not those that a step with these rows learns from; empty if they are."""
-        names, size = self._rewards.names, self._config.rollout.num_generations
+        groups, section = record["groups"], self._config.rollout
+        names, size = self._rewards.names, section.num_generations
         prompts = [self._prompts.prompts[row] for row in rows]
         # The made-up answers of a benchmark belong to any prompts.
         of_rows = [group.get("prompt", prompt) for group, prompt in zip(groups, prompts, strict=False)]
@@ -314,9 +319,31 @@ class RolloutLoader:
             return "has answers to other prompts than this configuration asks for"
         if any(len(group["answers"]) != size for group in groups):
             return f"does not have {size} answers to each prompt, as rollout.num_generations says"
-        rewards = [answer["rewards"].keys() for group in groups for answer in group["answers"]]
-        missing = [name for name in names if any(name not in each for each in rewards)]
-        return f"has no rewards of {', '.join(missing)}, which reward.functions names" if missing else ""
+        answers = [answer for group in groups for answer in group["answers"]]
+        missing = [name for name in names if any(name not in answer["rewards"] for answer in answers)]
+        if missing:
+            return f"has no rewards of {', '.join(missing)}, which reward.functions names"
+        turns = max(ceil_div(len(answer.get("parts", [0])), 2) for answer in answers)
+        if turns > max(1, self._loss.turns):
+            return f"has answers of {turns} turns, more than this configuration allows (rollout.max_turns)"
+        if (temperature := record.get("temperature", section.temperature)) != section.temperature:
+            return f"has log-probabilities at rollout.temperature={temperature:g}, not {section.temperature:g}"
+        return self._problem_of_nats(record, self._from_record(record, step, rows))
+
+    def _problem_of_nats(self, record: Mapping[str, Any], rollout: Rollout) -> str:
+        """Say if an answer is in the loss now, and was not when -log p of the tokens was computed."""
+        nats = rollout.old_nats or []
+        if self.rule.repeats == 1 and not any(nats):
+            return ""
+        # Earlier versions recorded 0 for what they did not compute, and no temperature.
+        may_be_zeros = bool(self._config.resume_allow) and "temperature" not in record
+        lacking = [n for n in self._in_loss(rollout) if not nats[n] or (may_be_zeros and not any(nats[n]))]
+        if not lacking:
+            return ""
+        return (
+            f"has no log-probabilities of {counted(len(lacking), 'answer')} that this configuration learns from, "
+            "because the one before needed none"
+        )
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
         names = self._rewards.names
@@ -341,6 +368,7 @@ class RolloutLoader:
         server = {name: value for name, value in rollout.metrics.items() if name == SERVER_DIFFERENCE}
         return {
             "step": rollout.step,
+            **({"temperature": self._config.rollout.temperature} if rollout.old_nats else {}),
             **({"server": server} if server else {}),
             "groups": [
                 {
@@ -422,7 +450,10 @@ class RolloutLoader:
         return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old, answer.turns)
 
     def _nats(self, rollout: Rollout, temperature: float) -> list[list[float]]:
-        """Compute -log p of the tokens of answers in the loss, the same on all ranks; 0 elsewhere. Collective."""
+        """Compute -log p of the tokens of answers in the loss, the same on all ranks. Collective.
+
+        Other answers get an empty list.
+        """
         runtime = self._runtime
         chosen = self._in_loss(rollout)
         groups, own_groups = self._split(rollout, chosen)
@@ -430,7 +461,9 @@ class RolloutLoader:
             ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(own_groups)
         )
         compute = partial(nats_of_tokens, temperature=temperature)
-        answer_nats = [[0.0] * answer.num_generated for answer in rollout.answers]
+        answer_nats: list[list[float]] = [[] for _ in rollout.answers]
+        for n in chosen:
+            answer_nats[n] = [0.0] * rollout.answers[n].num_generated
         with evaluation_mode(self._setup.model):
             for place in range(rounds):
                 if place >= len(own_groups):

@@ -57,6 +57,8 @@ def _value(node: ast.AST) -> Any:
     raise ValueError("only numbers, + - * / // % ** and parentheses are computed")
 
 
+_EVENT_LOOP = asyncio.Runner()
+"""One for all calls, so that `step` of an environment can use a session that `reset` opened."""
 BUILT_IN: Mapping[str, Callable[..., Any]] = {"calculator": calculator}
 
 
@@ -72,25 +74,37 @@ class _Printed(io.TextIOBase):
         return len(text)
 
 
-def _attempt(call: Callable[[], Any], most: int) -> dict[str, Any]:
+def _attempt(call: Callable[[], Any], most: int, convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Call a function. Return its value as text of at most `most` characters, whether it failed, and what it printed.
 
-    A text is given to the model as it is, and anything else as JSON.
+    A text is given to the model as it is, and anything else as JSON. `convert` makes plain values of what JSON cannot
+    express.
     """
     printed, failed = _Printed(), False
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
-            value = call()
-            value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            value = _finished(call())
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=convert)
     except BaseException as error:  # it is the user's own code, which may call sys.exit
         failed, text = True, error_text(f"{type(error).__name__}: {error}")
     shown = text[:most].encode(errors="replace").decode()  # a half of a surrogate pair is no text
     return {"text": shown, "failed": failed, "characters": len(text), "printed": printed.text}
 
 
+def _finished(value: Any) -> Any:
+    """Wait for the value of an `async` function."""
+    return _EVENT_LOOP.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
 async def _awaited(value: Any) -> Any:
     return await value
+
+
+def _plain(value: Any) -> Any:
+    """Return the numbers of an array or a tensor. Refuse other objects: their text would be read as a turn."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"returned an object of the type {type(value).__qualname__}; expected text, numbers or turns")
 
 
 def error_text(message: str) -> str:
@@ -119,7 +133,7 @@ def _play(games: dict[int, Any], create: Callable[[], Any], request: Mapping[str
     """Call a method of the environment of a conversation, and return its value in a list. `reset` makes a new one."""
     if request["method"] == "reset":
         games[request["place"]] = create()
-    return [getattr(games[request["place"]], request["method"])(*request["given"])]
+    return [_finished(getattr(games[request["place"]], request["method"])(*request["given"]))]
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
@@ -143,7 +157,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
         function = tools[request["name"]]
         plays = "method" in request
         call = partial(_play, games, function, request) if plays else partial(function, **request["arguments"])
-        result = _attempt(call, request["most"])
+        result = _attempt(call, request["most"], _plain if plays else str)
         connection.send_bytes(json.dumps(result).encode())
 
 

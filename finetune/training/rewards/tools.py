@@ -50,6 +50,8 @@ class Result:
     """The length of the whole result. `text` may be only its beginning."""
     role: str = "tool"
     """The role of its turn: an environment's may be another one."""
+    id: str = ""
+    """The id that the model gave its call; empty if it gave none."""
     printed: str = ""
     """What the tool printed, at most 2,000 characters."""
     seconds: float = 0.0

@@ -345,6 +345,24 @@ def test_a_learning_rate_of_0_asks_for_no_update_and_strict_refuses_a_step_witho
         train_from_overrides(words(inputs, tmp_path / "strict", *more, "strict=true"))
 
 
+def as_in_0_2_0(answer):
+    """Before 0.3.0, answers that are not in the loss had zeros."""
+    return {"nats": [0.0] * len(answer["ids"])} | answer
+
+
+REWRITTEN = {"grpo": as_in_0_2_0, "grpo.epsilon": lambda answer: answer | {"parts": [1, 1, len(answer["ids"]) - 2]}}
+"""Answers as an earlier version recorded them, and those of an environment, by the change that is made."""
+
+
+def rewrite_rollout(file, change):
+    rollout = json.loads(gzip.decompress(file.read_bytes()))
+    for group in rollout["groups"]:
+        group["answers"] = list(map(change, group["answers"]))
+    if change is as_in_0_2_0:
+        del rollout["temperature"]
+    file.write_bytes(gzip.compress(json.dumps(rollout).encode()))
+
+
 @pytest.mark.slow
 def test_a_lost_rollout_or_one_of_other_prompts_ends_a_resume_that_needs_it(inputs, tmp_path):
     more = ["grpo.num_iterations=2", "checkpoint.save_every=3"]
@@ -353,9 +371,18 @@ def test_a_lost_rollout_or_one_of_other_prompts_ends_a_resume_that_needs_it(inpu
         ("seed=7", "seed", "has answers to other prompts than this configuration asks for"),
         ("reward.functions=regex,length", "reward", "has no rewards of length, which reward.functions names"),
         ("rollout.num_generations=2", "rollout", "does not have 2 answers to each prompt"),
+        (
+            "rollout.temperature=0.5",
+            "rollout.temperature",
+            r"has log-probabilities at rollout\.temperature=1, not 0\.5",
+        ),
+        ("grpo.beta=0.1", "grpo.beta", r"has no log-probabilities of \d+ answers that this configuration learns from"),
+        ("grpo.beta=0.1", "grpo", r"has no log-probabilities of \d+ answers that this configuration learns from"),
+        ("grpo.epsilon=0.3", "grpo.epsilon", r"has answers of 2 turns, more than this configuration allows"),
     ):
         changed = shutil.copytree(tmp_path / "run", tmp_path / key)
         allowed = [change, f"resume.allow={key},training.max_steps"]
+        rewrite_rollout(changed / "rollouts/step-000003.json.gz", REWRITTEN.get(key, dict))
         with pytest.raises(CheckpointError, match=rf"step-000003\.json\.gz {problem}.* Step 3 learns from it\. To gen"):
             train_from_overrides(words(inputs, changed, *more, *allowed))
         assert [step["step"] for step in curve(changed)] == [1, 2, 3]
@@ -371,6 +398,23 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
     monkeypatch.setattr(recorded_rollouts, "MOST_UNPACKED_BYTES", 10)
     with pytest.raises(CheckpointError, match=r"unpacks to more than 10 B\. Step 1 learns from it"):
         recorded_rollouts.read_rollout(folder, 1)
+
+
+def test_a_rollout_of_a_file_whose_name_is_not_utf_8_is_recorded(tmp_path):
+    rollout = {"step": 1, "groups": [{"source": "s\udcff.jsonl:1", "text": "C:\\é"}]}
+    recorded_rollouts.write_rollout(RunFolder(tmp_path), rollout)
+    assert recorded_rollouts.read_rollout(RunFolder(tmp_path), 1) == rollout
+
+
+def test_a_rollout_that_is_generated_again_removes_later_ones(tmp_path):
+    """They were drawn with weights that learned from the answers that are gone."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 3, 5):
+        recorded_rollouts.write_rollout(folder, {"step": step, "groups": []})
+    assert folder.rollout_steps() == [1, 3, 5]
+    recorded_rollouts.write_rollout(folder, {"step": 3, "groups": [{}]})
+    assert folder.rollout_steps() == [1, 3]
+    assert recorded_rollouts.read_rollout(folder, 3)["groups"] == [{}]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,14 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from finetune import launch, load_config
 from finetune.data.chat_template import use_chat_template
+from finetune.data.encoded import EncodedExamples
 from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.training.rewards.conversations import Row, ToolUse, is_generated, parts_of
-from finetune.training.rewards.tools import Result, ToolProcess, offered_tools
+from finetune.training.rewards.conversations import GeneratedConversation, Row, ToolUse, is_generated, parts_of
+from finetune.training.rewards.prompt_rows import ConversationRows
+from finetune.training.rewards.tools import Environment, Result, ToolProcess, offered_tools
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
 TOOLS = '''
@@ -216,6 +218,39 @@ def test_a_conversation_goes_on_with_the_words_of_the_template_and_the_results(f
     assert "is not JSON with a name and arguments. Write" in tokenizer.decode(after)
 
 
+MISTRAL = (
+    "{% if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif %}"
+    "{% for m in messages %}{% if m['tool_calls'] is defined %}{{ '<|assistant|>[TOOL_CALLS] [' }}"
+    "{% for c in m['tool_calls'] %}{% if c['id'] | length != 9 %}{{ raise_exception('9!') }}{% endif %}"
+    "{{ (c['function'] | tojson)[:-1] + ', \"id\": \"' + c['id'] + '\"}' + ('' if loop.last else ', ') }}{% endfor %}"
+    "{{ ']<|end|>' }}{% elif m['role'] == 'tool' %}{% if m['tool_call_id'] | length != 9 %}{{ raise_exception('9!') }}"
+    "{% endif %}{{ '[R]' + m['content'] + ' of ' + m['tool_call_id'] + '[/R]' }}"
+    "{% else %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.process
+def test_a_result_has_the_id_that_the_model_gave_its_call(file):
+    tokenizer = tokenizer_with(MISTRAL)
+    tools = ToolUse(config_of(file, "add"), tokenizer, SCHEMAS)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    examples = EncodedExamples.from_rows([([5, 6, end], [False, False, True])], end_id=end, row_type="messages")
+    rows = ConversationRows(examples, tokenizer, None)
+
+    def replied(*ids):
+        calls = [{"name": "add", "arguments": {"a": n, "b": 1}, "id": name} for n, name in enumerate(ids)]
+        answer = tokenizer(f"[TOOL_CALLS] {json.dumps(calls)}<|end|>", add_special_tokens=False)["input_ids"]
+        ((results, after, _),) = tools._replies({0: answer}, [end], is_last=False)
+        written = GeneratedConversation([*answer, *after], [], [len(answer), len(after)], [results])
+        called, *replies = rows.answer(0, written, [end]).turns
+        assert [call["id"] for call in called["tool_calls"]] == [turn["tool_call_id"] for turn in replies]
+        return tokenizer.decode(after)
+
+    assert replied("aB3dE6gH9", "012345678") == "[R]1 of aB3dE6gH9[/R][R]2 of 012345678[/R]<|assistant|>"
+    assert replied("aB3dE6gH9", "short") == "[R]1 of call00000[/R][R]2 of call00001[/R]<|assistant|>"
+
+
 BETWEEN = {
     "phi4_mini": ("<|tool_response|>a result<|end|><|assistant|>", "<|user|>a reply<|end|><|assistant|>"),
     QWEN: (
@@ -321,6 +356,8 @@ class Guess:
             raise KeyError(answer)
         if answer == "odd":
             return 5
+        if answer == "itself":
+            return [self]
         if answer == self.row["completion"]:
             return None
         return [{"role": "user", "content": f"Not {answer}.<|end|>"}, {"role": "user", "content": "Again."}]
@@ -365,6 +402,45 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
     for answer, problem in (("fail", "failed in step: .*KeyError"), ("odd", "returned 5 from step; expected None")):
         with pytest.raises(DataError, match=f"the environment Guess {problem}"):
             tools._environment.turns(0, "step", answer)
+    with pytest.raises(DataError, match=r"failed in step: .*returned an object of the type Guess; expected text"):
+        tools._environment.turns(0, "step", "itself")
+    texts = tokenizer(["7<|end|>", "8<|end|>"], add_special_tokens=False)["input_ids"]
+    last = tools._replies(dict(enumerate(texts)), [end], is_last=True)
+    assert last == [([], [], True), ([], [], False)], "the last answer is judged, and what follows it is not read"
+    assert (tools._environment.score(0), tools._environment.score(1)) == (1 / 6, 1 / 2)
     offering = rows[0]._replace(tools=json.dumps([{"type": "function", "function": {"name": "weather"}}]))
     (opened,) = tools._open(tools._environment, [offering]).values()
     assert "<|tool|>[{" in tokenizer.decode(opened), "reset keeps the tools that the row offers"
+
+
+AWAITED = """
+import asyncio
+import numpy
+
+class Game:
+    async def reset(self, row):
+        self.tries, self.is_over = numpy.float32(row["tries"]), asyncio.get_running_loop().create_future()
+        return "Begin."
+
+    async def step(self, answer):
+        self.is_over.set_result(None)
+        await asyncio.wait_for(self.is_over, 5)
+        return numpy.array([]) if answer == "nothing" else None
+
+    async def score(self):
+        return self.tries
+"""
+
+
+@pytest.mark.process
+def test_an_async_environment_is_awaited_in_one_loop_and_its_score_may_be_of_numpy(tmp_path):
+    (tmp_path / "game.py").write_text(AWAITED)
+    named = [f"rollout.environment={tmp_path / 'game.py'}:Game", "reward.functions=environment"]
+    config = load_config(["model=phi_tiny", "data.path=rows.jsonl", *named], task="finetune_grpo")
+    environment = Environment(config.rollout)
+    for place in (0, 1):
+        assert environment.turns(place, "reset", {"tries": 0.5}) == [{"role": "user", "content": "Begin."}]
+    assert environment.turns(0, "step", "a") is None
+    with pytest.raises(DataError, match=r"returned .*\[\].* from step; expected None, a text"):
+        environment.turns(1, "step", "nothing")
+    assert environment.score(0) == 0.5

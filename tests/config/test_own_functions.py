@@ -1,0 +1,41 @@
+"""Functions of the user's own: how their files and modules are imported, and how a change is noticed."""
+
+from __future__ import annotations
+
+import sys
+
+from finetune.config.own_functions import fingerprint_functions, resolve_functions
+
+CART = """
+CART = []
+
+def add(item): CART.append(item)
+def show(): return CART
+"""
+
+
+def test_the_functions_of_a_file_share_its_globals_and_two_keys_share_none(tmp_path):
+    file = tmp_path / "cart.py"
+    file.write_text(CART)
+    names = ["cart.add", "cart.show"]
+    one, other = (resolve_functions(names, {}, [str(file)], asked_by="rollout.tools") for _ in range(2))
+    one["cart.add"]("rice")
+    assert (one["cart.show"](), other["cart.show"]()) == (["rice"], [])
+
+
+def test_a_changed_module_is_noticed_where_it_is_not_imported(tmp_path, monkeypatch):
+    """Only the process of the tools imports it."""
+    package = tmp_path / "site/things_of_mine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(str(package.parent))
+    named = (["things_of_mine.cart.show"], ["things_of_mine.cart"])
+    prints = []
+    for number in (1, 2):
+        (package / "cart.py").write_text(f"def show(): return {number}")
+        prints.append(fingerprint_functions(*named))
+    assert prints[0].startswith("cart.py ")
+    assert prints[0] != prints[1]
+    assert "things_of_mine" not in sys.modules
+    for missing in ("things_of_mine.cart.show", "things_of_mine.not_here", "not_here.cart"):
+        assert fingerprint_functions([f"{missing}.f"], [missing]) == ""
