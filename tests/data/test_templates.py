@@ -298,3 +298,10 @@ def test_a_header_that_no_prompt_opens_is_found(of_a_turn, header):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {of_a_turn} }}}}{{% endfor %}}"
     assert ChatTemplate(tokenizer).unopened_header() == header
+
+
+def test_removing_a_special_token_does_not_spell_another_one():
+    tokens = AnswerTokens(tiny_tokenizer("phi4_mini"))
+    assert tokens.without_special_text("a<|e<|end|>nd|>b<|end|>") == "ab"
+    nested = "<|e" * 20_000 + "<|end|>" + "nd|>" * 20_000
+    assert tokens.without_special_text(nested) == ""
