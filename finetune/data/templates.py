@@ -91,7 +91,8 @@ class AnswerTokens:
         self.end_id, self.earlier_end_id = end_of_turn_ids(tokenizer)
         self._adds_bos = adds_bos(tokenizer)
         texts = {str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.special_ids}
-        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        longest_first = sorted(texts - {""}, key=lambda text: (-len(text), text))
+        self._longest_special_text = len(longest_first[0]) if longest_first else 0
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def end_id_of(self, row_type: str) -> int:
@@ -107,8 +108,13 @@ class AnswerTokens:
         return tokenize(self.tokenizer, own, add_special_tokens=True)
 
     def without_special_text(self, text: str) -> str:
-        """Remove the texts of special tokens."""
-        return self._special_text.sub("", text)
+        """Remove the texts of special tokens, also those that only appear when another one is removed."""
+        start = 0
+        while match := self._special_text.search(text, start):
+            text = text[: match.start()] + text[match.end() :]
+            # The text before and after the removed one may spell a special token together.
+            start = max(0, match.start() - self._longest_special_text)
+        return text
 
     def special_text_in(self, example: Example) -> BadRowError | None:
         """Return a problem if a row's text spells a special token: a turn could end or begin inside it."""

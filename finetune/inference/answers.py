@@ -38,7 +38,10 @@ class Answer(NamedTuple):
     """An answer in its parts."""
 
     text: str
-    """All that follows the thinking, calls included, without special tokens and marks. It is what is scored."""
+    """All that follows the thinking, without special tokens and marks. It is what is scored.
+
+    Calls between marks are written as one JSON list, as in `answer_text`. Calls without marks stay as they are.
+    """
     reasoning: str = ""
     content: str = ""
     """The text before the calls."""
@@ -49,11 +52,17 @@ class Answer(NamedTuple):
     call_ids: tuple[str, ...] = ()
     """The id that the model gave each call, as models of Mistral do; empty if it gave none."""
 
-    def as_turn(self) -> Turn:
-        """Return the turn of the assistant, for a template to render in the next prompt."""
+    def as_turn(self, *, num_earlier_calls: int = 0) -> Turn:
+        """Return the turn of the assistant, for a template to render in the next prompt.
+
+        Its calls have ids, which some templates need. `num_earlier_calls` are those of the conversation before it.
+        """
         turn = text_turn("assistant", self.content)
         turn |= {REASONING_KEYS[0]: self.reasoning} if self.reasoning else {}
-        calls = [{"type": "function", "function": call} for call in self.calls]
+        calls = [
+            {"type": "function", "id": f"call{number:05}", "function": call}
+            for number, call in enumerate(self.calls, start=num_earlier_calls)
+        ]
         return turn | ({"tool_calls": calls} if calls else {})
 
 
@@ -88,30 +97,35 @@ class AnswerReader:
         if not end and not (opening and decoded.lstrip().startswith(opening)):
             thought, rest = "", decoded
         reasoning = self._plain(thought.strip().removeprefix(opening))
-        content, calls, problem = self._split_calls(rest)
+        content, calls, problem, after = self._split_calls(rest)
         # Some tokenizers decode special tokens with white space around them, so text alone is decoded without them.
-        if reasoning or end or calls:
+        if calls and self.call_marks and self.call_marks.before:
+            text = f"{self._plain(content)}{_calls_as_json(calls)}{self._plain(after)}"
+        elif reasoning or end or calls:
             text = self._plain(rest)
         else:
             text = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
         call_ids = self._find_ids(rest, len(calls))
         return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls), problem, call_ids)
 
-    def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]], str]:
-        """Return the text before the first call, the calls, and why they cannot be read, if so."""
+    def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]], str, str]:
+        """Return the text before the first call, the calls, why they cannot be read, and the text after the calls."""
         if self.call_marks is None:
-            return text, [], ""
+            return text, [], "", ""
         mark = self.call_marks.before
         content, separator, rest = text.partition(mark) if mark else ("", text.lstrip()[:1] in ("{", "["), text)
         calls: list[dict[str, Any]] = []
+        after = ""
         while separator:
             value, end = _leading_json(rest)
             for call in value if isinstance(value, list) else [value]:
-                if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-                    return text, [], f"the call {quote(rest)} is not JSON with a name and arguments" if mark else ""
+                if not _is_call(call, has_mark=bool(mark)):
+                    problem = f"the call {quote(rest)} is not JSON with a name and arguments" if mark else ""
+                    return text, [], problem, ""
                 calls.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
-            _, separator, rest = rest[end:].partition(mark) if mark else ("", "", "")
-        return content, calls, ""
+            between, separator, rest = rest[end:].partition(mark) if mark else ("", "", "")
+            after += between
+        return content, calls, "", after
 
     def _find_ids(self, text: str, num_calls: int) -> tuple[str, ...]:
         """Return the id of each call in a text; none unless all calls have one that templates accept."""
@@ -159,14 +173,34 @@ class AnswerReader:
 def answer_text(turn: Turn) -> str:
     """Return the text of an answer in a row, or its calls as JSON: what `Answer.text` is for a generated one."""
     calls = [call["function"] for call in turn.get("tool_calls", ())]
-    return "".join([str(turn["content"]), json.dumps(calls, ensure_ascii=False) if calls else ""])
+    return "".join([str(turn["content"]), _calls_as_json(calls) if calls else ""])
+
+
+def _calls_as_json(calls: Sequence[Any]) -> str:
+    text = json.dumps(calls, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # the model wrote half a surrogate pair, which no file can hold
+        return json.dumps(calls)
+    return text
+
+
+def _is_call(value: Any, *, has_mark: bool) -> bool:
+    """Return whether a JSON value is a call. Without a mark it may be an answer in JSON, which may have a name too."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return False
+    keys = value.keys() - {"type"} if value.get("type") == "function" else value.keys()
+    return has_mark or keys in ({"name", "arguments"}, {"name", "parameters"})
 
 
 def _leading_json(text: str) -> tuple[Any, int]:
-    """Read the JSON document at the beginning of a text; returns it and the place where it ends, 0 if there is none."""
+    """Read the JSON document at the beginning of a text; returns it and the place where it ends, 0 if there is none.
+
+    A document with a key twice is none, see `json_equal`.
+    """
     blank = len(text) - len(text.lstrip())
     try:
-        value, end = json.JSONDecoder().raw_decode(text[blank:])
+        value, end = json.JSONDecoder(object_pairs_hook=with_unique_keys).raw_decode(text[blank:])
     except (ValueError, RecursionError):
         return None, 0
     return value, blank + end
@@ -179,17 +213,19 @@ def exact_match(answer: str, expected: str) -> float:
 
 def json_valid(answer: str, expected: str) -> float:
     """Return 1 if the answer is a JSON object or array, else 0; a bare number or string does not count."""
-    return float(isinstance(parse_json(answer), (dict, list)))
+    return float(isinstance(_document(answer), (dict, list)))
 
 
 def json_equal(answer: str, expected: str) -> float:
     """Return 1 if both are equal as JSON documents, whatever the order of keys and the spacing, else 0.
 
+    If an answer calls tools, only its calls are compared, and not the text before them.
+
     An answer with a key twice equals nothing: readers disagree about its value (RFC 8259, section 4), and a model that
     is rewarded for it learns to write several values.
     """
-    parsed = parse_json(answer, object_pairs_hook=with_unique_keys)
-    return float(isinstance(parsed, (dict, list)) and is_equal(parsed, parse_json(expected)))
+    parsed = _document(answer, object_pairs_hook=with_unique_keys)
+    return float(isinstance(parsed, (dict, list)) and is_equal(parsed, _document(expected)))
 
 
 def token_f1(answer: str, expected: str) -> float:
@@ -212,6 +248,17 @@ def parse_json(text: str, **how: Any) -> object:
         return json.loads(text, parse_constant=refuse_constant, **how)
     except (ValueError, RecursionError):
         return None
+
+
+def _document(text: str, **how: Any) -> object:
+    """Return the JSON document that an answer consists of, or its calls if it has text before them; None without."""
+    document, start = parse_json(text, **how), text.find('[{"name": ')
+    if document is not None or start < 0:
+        return document
+    calls = parse_json(text[start:], **how)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return None
+    return calls if all(call.keys() == {"name", "arguments"} for call in calls) else None
 
 
 def is_equal(answer: object, expected: object) -> bool:

@@ -285,3 +285,10 @@ def test_a_tokenizer_without_template_and_eos_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no chat template and no eos token"):
         end_of_turn_ids(tokenizer)
+
+
+def test_removing_a_special_token_does_not_spell_another_one():
+    tokens = AnswerTokens(tiny_tokenizer("phi4_mini"))
+    assert tokens.without_special_text("a<|e<|end|>nd|>b<|end|>") == "ab"
+    nested = "<|e" * 20_000 + "<|end|>" + "nd|>" * 20_000
+    assert tokens.without_special_text(nested) == ""
