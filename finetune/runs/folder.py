@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from finetune.config.render import SCHEMA_FILE
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, RunFailedError
 from finetune.limits import MOST_BYTES, open_regular, type_of_file
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.runs.file_lock import FileLock, describe_holder, file_lock, is_held_here
@@ -200,6 +200,15 @@ class RunFolder:
             self.close()
             raise
         return self
+
+    def refuse_lost_folder(self) -> None:
+        """Raise RunFailedError if the opened folder was removed or moved. Another run may be at its path by now."""
+        if self._lock is not None and self._lock.is_lost():
+            raise RunFailedError(
+                f"{self.path} is no longer the folder of this run. It was removed, moved or replaced, or its "
+                f"{self.lock_file.name} was, which keeps other runs out. The run ends, and writes nothing more there. "
+                "If its folder still exists, go on with resume=auto output_dir=FOLDER."
+            )
 
     def close(self) -> None:
         """Release the lock. A second call does nothing."""

@@ -71,11 +71,10 @@ class Journal:
         self._interval = Interval()
         self._last_step_at = time.monotonic()
         self._events = RunEvents(config, self.folder, fallbacks, warnings or RunWarnings())
-        # If a checkpoint survives a crash, so must the metrics of the steps before it.
-        self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._events.metrics.sync)
+        self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._before_save)
         self._num_tokens = self._num_computed = 0
         self._saving = {"checkpoints": 0, "blocked_seconds": 0.0, "write_seconds": 0.0}
-        self._record = RunRecord(self.folder.record_file)
+        self._record = RunRecord(self.folder.record_file, before=self.folder.refuse_lost_folder)
         with ExitStack() as opened:  # if this fails, the caller has no journal to close
             opened.callback(self.folder.close)
             changes: list[dict[str, str]] = []
@@ -175,6 +174,7 @@ class Journal:
             **result.metrics,
         )
         if state.step % self._config.training.log_every == 0 or state.step == self._num_steps:
+            self.folder.refuse_lost_folder()  # writing to the open file of metrics would not fail
             interval, self._interval = self._interval, Interval()
             self._events.write("resources", step=state.step, **interval.metrics(), **self._energy())
 
@@ -295,6 +295,11 @@ class Journal:
         self.is_closed = True
         self._saver.close(None)
         self._opened.close()
+
+    def _before_save(self) -> None:
+        self.folder.refuse_lost_folder()
+        # If a checkpoint survives a crash, so must the metrics of the steps before it.
+        self._events.metrics.sync()
 
     def _note_saved(self, saved: list[Saved]) -> None:
         for checkpoint in saved:
