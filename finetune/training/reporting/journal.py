@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.render import SCHEMA_LINE, resolved_yaml, schema_text
@@ -58,6 +59,7 @@ class Journal:
         rows_read_as: Mapping[str, Sequence[str]] | None = None,
         warnings: RunWarnings | None = None,
         energy: Callable[[], dict[str, float]] = dict,
+        refuse_misfit: Callable[[Path], None] = lambda checkpoint: None,
     ) -> None:
         self.folder = RunFolder(config.output_dir).open(config.resume)
         self.result: dict[str, Any] = {}
@@ -81,7 +83,7 @@ class Journal:
             if config.resume == "auto" and self.folder.checkpoint_steps():
                 from finetune.training.resume import accepted_changes, refuse_other_global_batch  # only then
 
-                changes = accepted_changes(self.folder, config, fingerprints)
+                changes = accepted_changes(self.folder, config, fingerprints, refuse_misfit)
                 refuse_other_global_batch(
                     self.folder,
                     config,
