@@ -66,6 +66,27 @@ def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen() == "runs/orders-phi_tiny"
 
 
+def test_resume_finds_a_run_by_what_was_asked_for_and_not_by_what_it_filled_in():
+    Path("tools.py").write_text("def lookup(): ...\ndef search(): ...\n")
+    tools = ["task=finetune_grpo", "rollout.tools=./tools.py:lookup"]
+    pretend_run(Path("runs/a"), *tools, "rollout.tool_schemas='[]'", started="2026-01-01T00:00:00")
+    assert chosen(*tools, "resume=auto") == "runs/a"
+    other = "rollout.tools=./tools.py:search"
+    assert chosen(*tools[:1], other, "resume=auto") == "runs/orders-phi_tiny"
+
+
+def test_resume_tells_optimizers_of_scripts_apart_as_far_as_they_are_known():
+    sgd, adam = (["optim.optimizer=script:" + name] for name in ("torch.optim.SGD", "torch.optim.Adam"))
+    for name, words in {"a": sgd, "b": adam}.items():
+        pretend_run(Path("runs", name), *words, started=f"2026-01-01T00:00:00{name}")
+    assert chosen(*sgd, "resume=auto") == "runs/a"
+    assert chosen("optim.optimizer=script:torch.optim.Adagrad", "resume=auto") == "runs/orders-phi_tiny"
+    assert chosen("resume=auto") == "runs/b"  # the script gives the optimizer later, and is refused if it is another
+    assert chosen("resume=auto", "optim.learning_rate=1e-5") == "runs/orders-phi_tiny"
+    pretend_run(Path("runs/c"), started="2026-01-01T00:00:00")
+    assert chosen("resume=auto") == "runs/c"
+
+
 @pytest.mark.slow
 @pytest.mark.warm
 def test_rank_0_chooses_for_all_ranks_and_a_complete_run_is_said_to_be_complete(tmp_path):
