@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import recorded_paths
 from finetune.config.saved import is_same_path
 from finetune.config.schema import SCRIPT_PREFIX
+from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing
+from finetune.runs.durable import describe_os_error
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
 
@@ -37,8 +40,7 @@ def with_chosen_folder(config: Config) -> Config:
         _log.info("resume=auto: %s is the newest run of this configuration (%s)", visible(newest.name), state)
         return config.model_copy(update={"output_dir": newest.name})
     numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
-    candidates = chain([default], numbered)
-    folder = next(path for path in candidates if not path.exists() or (path.is_dir() and not any(path.iterdir())))
+    folder = next(path for path in chain([default], numbered) if _is_free(path))
     if config.resume == "auto" and folder != default:
         where = f"{default} is another run. A new run begins in {folder}"
         _log.warning(
@@ -47,13 +49,29 @@ def with_chosen_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(folder)})
 
 
+def _is_free(folder: Path) -> bool:
+    try:
+        return not any(folder.iterdir())
+    except FileNotFoundError:
+        return not os.path.lexists(folder)
+    except OSError:  # a file, or a folder of another user
+        return False
+
+
 def _newest_run_of(config: Config, parent: Path) -> RecordedRun | None:
     """Return the run of this configuration that was started last. Keys that may change freely do not count.
 
     A run whose optimizer a script made counts if no other run does: the script that starts now may give the optimizer
     only later, to its trainer. The trainer compares it then.
     """
-    runs = [RecordedRun(folder) for folder in (sorted(parent.iterdir()) if parent.is_dir() else []) if folder.is_dir()]
+    try:
+        folders = [] if not parent.is_dir() else sorted(folder for folder in parent.iterdir() if folder.is_dir())
+    except OSError as error:
+        raise CheckpointError(
+            f"{parent} cannot be read: {describe_os_error(error)}. resume=auto looks there for the run to go on with. "
+            "Name its folder with output_dir=."
+        ) from error
+    runs = [RecordedRun(folder) for folder in folders]
     read = [(run, run.config) for run in runs if run.folder.holds_run()]
     differences = [(run, _other_keys(run, before, config), before) for run, before in read if before is not None]
     same = [run for run, keys, _ in differences if not keys]

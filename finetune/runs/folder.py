@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import time
@@ -85,8 +86,9 @@ class RunFolder:
                 raise CheckpointError(f"{file} cannot be read: {reason}. Restore it, or use another run.") from None
 
     def holds_run(self) -> bool:
-        """Whether the folder has files that only a run writes; the lock does not count."""
-        return any((self.path / name).exists() for name in _MARKS)
+        """Whether the folder has files that only a run writes; the lock does not count. False if it cannot be read."""
+        # Path.exists raises PermissionError for a folder of another user.
+        return any(os.path.exists(self.path / name) for name in _MARKS)  # noqa: PTH110
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps that have a checkpoint folder, intact or not, in ascending order."""
