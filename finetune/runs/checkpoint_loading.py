@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from finetune.errors import CheckpointError
-from finetune.runs.model_files import load_model, refuse_other_tensors
+from finetune.runs.model_files import load_model, read_fitting_tensors, refuse_other_tensors
 from finetune.runs.optimizer_file import INSIDE, RECORD_KEY, optimizer_class_name, trained_by_name
 from finetune.runs.state import TrainerState, read_state
 from finetune.runs.tensors import is_sharded, local_shard, read_tensors, shard_like
@@ -31,12 +31,26 @@ def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.opti
     return state
 
 
+def refuse_misfit(path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise the CheckpointError of `load_checkpoint` for a checkpoint of another model or optimizer. Load nothing."""
+    read_fitting_tensors(model, path)
+    _read_fitting_state(model, optimizer, path)
+
+
 def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Load a saved state into an optimizer over the same parameters. Its hyper-parameters do not change.
 
     Raises:
         CheckpointError: the file is damaged, of another optimizer, or of other parameters.
     """
+    states = _read_fitting_state(model, optimizer, folder)
+    _set_states(optimizer, trained_by_name(model, optimizer), states)
+
+
+def _read_fitting_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Read the state of each parameter by name, for an optimizer of the same class over the same parameters."""
     file = folder / OPTIMIZER_FILE
     tensors, metadata = read_tensors(file)
     record = _read_record(file, metadata)
@@ -59,7 +73,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, fol
         outer, _, inner = state_name.rpartition(INSIDE)
         holder = states.setdefault(name, {})
         (holder.setdefault(outer, {}) if outer else holder)[inner] = value
-    _set_states(optimizer, parameters, states)
+    return states
 
 
 def _set_states(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING
 from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import recorded_paths
 from finetune.config.saved import is_same_path
+from finetune.config.schema import SCRIPT_PREFIX
+from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing
+from finetune.runs.durable import describe_os_error
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
 
@@ -36,8 +40,7 @@ def with_chosen_folder(config: Config) -> Config:
         _log.info("resume=auto: %s is the newest run of this configuration (%s)", visible(newest.name), state)
         return config.model_copy(update={"output_dir": newest.name})
     numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
-    candidates = chain([default], numbered)
-    folder = next(path for path in candidates if not path.exists() or (path.is_dir() and not any(path.iterdir())))
+    folder = next(path for path in chain([default], numbered) if _is_free(path))
     if config.resume == "auto" and folder != default:
         where = f"{default} is another run. A new run begins in {folder}"
         _log.warning(
@@ -46,18 +49,48 @@ def with_chosen_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(folder)})
 
 
+def _is_free(folder: Path) -> bool:
+    try:
+        return not any(folder.iterdir())
+    except FileNotFoundError:
+        return not os.path.lexists(folder)
+    except OSError:  # a file, or a folder of another user
+        return False
+
+
 def _newest_run_of(config: Config, parent: Path) -> RecordedRun | None:
-    """Return the run of this configuration that was started last. Keys that may change freely do not count."""
-    runs = [RecordedRun(folder) for folder in (sorted(parent.iterdir()) if parent.is_dir() else []) if folder.is_dir()]
-    same = [run for run in runs if run.folder.holds_run() and _is_same(run, config)]
+    """Return the run of this configuration that was started last. Keys that may change freely do not count.
+
+    A run whose optimizer a script made counts if no other run does: the script that starts now may give the optimizer
+    only later, to its trainer. The trainer compares it then.
+    """
+    try:
+        folders = [] if not parent.is_dir() else sorted(folder for folder in parent.iterdir() if folder.is_dir())
+    except OSError as error:
+        raise CheckpointError(
+            f"{parent} cannot be read: {describe_os_error(error)}. resume=auto looks there for the run to go on with. "
+            "Name its folder with output_dir=."
+        ) from error
+    runs = [RecordedRun(folder) for folder in folders]
+    read = [(run, run.config) for run in runs if run.folder.holds_run()]
+    differences = [(run, _other_keys(run, before, config), before) for run, before in read if before is not None]
+    same = [run for run, keys, _ in differences if not keys]
+    if not same and not config.optim.optimizer.startswith(SCRIPT_PREFIX):
+        same = [
+            run
+            for run, keys, before in differences
+            if keys == ["optim.optimizer"] and before.optim.optimizer.startswith(SCRIPT_PREFIX)
+        ]
     return max(same, key=lambda run: run.started or "", default=None)
 
 
-def _is_same(run: RecordedRun, config: Config) -> bool:
-    if run.config is None:
-        return False
+def _other_keys(run: RecordedRun, before: Config, config: Config) -> list[str]:
+    """Return the keys that make a configuration another one than the run's."""
     recorded = recorded_paths(run.folder.path)
-    return all(
-        on_resume(key).matters == "never" or is_same_path(key, both, recorded)
-        for key, both in differing([values(run.config), values(config)])
-    )
+    # A run fills in this key from its tools, whose names and code are compared.
+    is_filled_in = {"rollout.tool_schemas": config.rollout.tool_schemas is None}
+    return [
+        key
+        for key, both in differing([values(before), values(config)])
+        if not (on_resume(key).matters == "never" or is_filled_in.get(key) or is_same_path(key, both, recorded))
+    ]

@@ -7,6 +7,7 @@ holder cannot be written there, and let a forked data worker keep the lock of a 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import logging
@@ -49,11 +50,21 @@ class FileLock:
     def release(self) -> None:
         """Release the lock and remove its file. A second call does nothing."""
         # Removed while still locked: a process that opened the old file notices that the path changed, and tries again.
+        # After the file was lost, another process may hold a lock of its own at this path.
         try:
-            if self._descriptor is not None and fcntl is not None:
+            if self._descriptor is not None and fcntl is not None and not self.is_lost():
                 self.path.unlink(missing_ok=True)
         finally:
             self.forget()
+
+    def is_lost(self) -> bool:
+        """Return whether the lock's file was removed or moved, so that another process can take the lock."""
+        descriptor = self._descriptor
+        try:
+            return descriptor is not None and not _is_still_at(self.path, descriptor)
+        except OSError as error:
+            # On NFS, the open file is stale once another machine has removed it. Other errors prove nothing.
+            return error.errno in (errno.ENOTDIR, errno.ESTALE)
 
     def forget(self) -> None:
         """Close this process's handle and leave the file, as a forked child does with its parent's lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from finetune.config.render import SCHEMA_FILE
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, RunFailedError
 from finetune.limits import MOST_BYTES, open_regular, type_of_file
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.runs.file_lock import FileLock, describe_holder, file_lock, is_held_here
@@ -85,8 +86,9 @@ class RunFolder:
                 raise CheckpointError(f"{file} cannot be read: {reason}. Restore it, or use another run.") from None
 
     def holds_run(self) -> bool:
-        """Whether the folder has files that only a run writes; the lock does not count."""
-        return any((self.path / name).exists() for name in _MARKS)
+        """Whether the folder has files that only a run writes; the lock does not count. False if it cannot be read."""
+        # Path.exists raises PermissionError for a folder of another user.
+        return any(os.path.exists(self.path / name) for name in _MARKS)  # noqa: PTH110
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps that have a checkpoint folder, intact or not, in ascending order."""
@@ -200,6 +202,15 @@ class RunFolder:
             self.close()
             raise
         return self
+
+    def refuse_lost_folder(self) -> None:
+        """Raise RunFailedError if the opened folder was removed or moved. Another run may be at its path by now."""
+        if self._lock is not None and self._lock.is_lost():
+            raise RunFailedError(
+                f"{self.path} is no longer the folder of this run. It was removed, moved or replaced, or its "
+                f"{self.lock_file.name} was, which keeps other runs out. The run ends, and writes nothing more there. "
+                "If its folder still exists, go on with resume=auto output_dir=FOLDER."
+            )
 
     def close(self) -> None:
         """Release the lock. A second call does nothing."""

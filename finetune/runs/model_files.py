@@ -64,18 +64,10 @@ def load_model(model: torch.nn.Module, folder: Path, *, may_round: bool = False)
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape, or did not arrive in the model.
     """
+    file, saved = read_fitting_tensors(model, folder)
     is_adapter = has_adapter(model)
-    file = folder / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
-    if not file.is_file():
-        trained = "an adapter" if is_adapter else "a full model"
-        raise CheckpointError(
-            f"{folder} holds no {file.name}, but {trained} is to be trained. "
-            f"Go on with the training.method that wrote it."
-        )
-    saved, _ = read_tensors(file)
     read_model = _adapter_tensors if is_adapter else _full_tensors
     expected = read_model(model)
-    refuse_other_tensors(file, saved=_shapes(saved), expected=_shapes(expected))
     if may_round:
         saved = {name: tensor.to(expected[name].dtype) for name, tensor in saved.items()}
     if is_adapter:
@@ -96,6 +88,26 @@ def load_model(model: torch.nn.Module, folder: Path, *, may_round: bool = False)
             f"{file}: {len(not_loaded)} tensors did not arrive in the model, the first is {not_loaded[0]}."
         )
     return len(saved)
+
+
+def read_fitting_tensors(model: torch.nn.Module, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Read the weights of a checkpoint for a model, and return their file and the tensors by name.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of another shape than the model's.
+    """
+    is_adapter = has_adapter(model)
+    file = folder / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
+    if not file.is_file():
+        trained = "an adapter" if is_adapter else "a full model"
+        raise CheckpointError(
+            f"{folder} holds no {file.name}, but {trained} is to be trained. "
+            f"Go on with the training.method that wrote it."
+        )
+    saved, _ = read_tensors(file)
+    expected = _adapter_tensors(model) if is_adapter else _full_tensors(model)
+    refuse_other_tensors(file, saved=_shapes(saved), expected=_shapes(expected))
+    return file, saved
 
 
 def refuse_other_tensors(

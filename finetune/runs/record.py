@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -91,10 +91,12 @@ class RunRecord:
     """The file run.json, replaced as a whole at each change. docs/watching.md describes its fields.
 
     The file holds only what is passed in by name: no environment and no command line, which may contain secrets.
+    `before` is called right before the file is replaced.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, before: Callable[[], None] = lambda: None) -> None:
         self.path = path
+        self._before = before
         self._values: dict[str, Any] = {}
 
     def start(self, run: RunStart) -> None:
@@ -156,6 +158,7 @@ class RunRecord:
 
     def _save(self) -> None:
         data = json.dumps(as_json(self._values), indent=2, allow_nan=False) + "\n"
+        self._before()
         with disk_failures_end_the_run("Writing", self.path):
             replace_file(self.path, data.encode())
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import on_resume, values
@@ -71,11 +72,18 @@ class _Difference(NamedTuple):
         return f"{change}: {self.effect.decides}" if self.effect.decides else change
 
 
-def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[str, str]) -> list[dict[str, str]]:
+def accepted_changes(
+    folder: RunFolder,
+    config: Config,
+    fingerprints: Mapping[str, str],
+    refuse_misfit: Callable[[Path], None] = lambda checkpoint: None,
+) -> list[dict[str, str]]:
     """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
 
     Called before config.yaml and run.json are overwritten, on the main process, if the run resumes and has checkpoints.
-    A CheckpointError lists every difference that changes the curve and is not allowed.
+    A CheckpointError lists every difference that changes the curve and is not allowed. `refuse_misfit` raises one for a
+    checkpoint that this run cannot load. It is called if a change is allowed: `resume.allow` cannot make a checkpoint
+    fit, and after the record is overwritten, the run could not resume with its own values either.
     """
     run = RecordedRun(folder.path)
     start = _recorded_start(run)
@@ -87,7 +95,8 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     counting = _what_counts(before or config, config, has_same_rows=rows == [])
     matters = [difference for difference in differences if difference.effect.matters in counting] + (rows or [])
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
-    if matters and newest_valid(folder) is None:
+    newest = newest_valid(folder) if matters else None
+    if matters and newest is None:
         return []  # the run starts from its beginning
     allowed = config.resume_allow
     if refused := [
@@ -96,6 +105,11 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
         if not any(difference.key == name or difference.key.startswith(f"{name}.") for name in allowed)
     ]:
         raise CheckpointError(_refusal(folder, refused))
+    if newest is not None:
+        try:
+            refuse_misfit(newest)
+        except CheckpointError as error:
+            raise CheckpointError(_refusal(folder, matters, misfit=error)) from error
     if harmless := [
         str(difference)
         for difference in differences
@@ -245,11 +259,14 @@ def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
     ]
 
 
-def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:
+def _refusal(folder: RunFolder, refused: Sequence[_Difference], misfit: CheckpointError | None = None) -> str:
     lines = "".join(f"\n  {difference}" for difference in refused)
     names = {difference.key for difference in refused}
     names = {name for name in names if name == "data" or "data" not in names or not name.startswith("data.")}
-    if all(difference.effect.fits for difference in refused):
+    if misfit is not None:
+        lines += f"\nresume.allow accepts this, but no checkpoint can be loaded then: {misfit}"
+        instead = "start another run with output_dir="
+    elif all(difference.effect.fits for difference in refused):
         instead = f"to accept the change on purpose, add resume.allow={','.join(sorted(names))}"
     else:
         instead = "since its checkpoints fit no other, start another run with output_dir="

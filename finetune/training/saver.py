@@ -217,8 +217,9 @@ def publish_best(
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        RunFailedError: the disk is full or failing.
+        RunFailedError: the disk is full or failing, or the folder was removed or moved.
     """
+    folder.refuse_lost_folder()
     best = state.best_step if state.best_step in folder.checkpoint_steps() else None
     problems = [] if best is None else verify_checkpoint(folder.checkpoint(best))
     if best is not None and not problems and not read_state(folder.checkpoint(best)).is_due:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.render import resolved_yaml
@@ -29,6 +30,7 @@ from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.objective import Objective, Setup, objective_of
+from finetune.training.optim import build_optimizer
 from finetune.training.reporting.events import energy_reader
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import (
@@ -326,6 +328,12 @@ def _open_journal(
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
     inputs |= {} if checked.base is None else {"base": checked.base}
     inputs |= hooks.fingerprints(config)
+
+    def check_loads(checkpoint: Path) -> None:
+        from finetune.runs import checkpoint_loading  # only a run that resumes with changes
+
+        checkpoint_loading.refuse_misfit(checkpoint, model=model, optimizer=build_optimizer(model, config.optim))
+
     texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
     inputs |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     journal = Journal(
@@ -349,6 +357,7 @@ def _open_journal(
         },
         rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
         fingerprints=inputs,
+        refuse_misfit=check_loads,
         warnings=checked.objective.warnings(),
         energy=energy_reader(runtime.device.type, world_size=runtime.world_size, num_here=environment.local_world_size),
     )

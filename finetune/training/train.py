@@ -100,7 +100,7 @@ def train(
         raise ConfigError(f"train takes {takes}. Give one of the two.")
     if read_environment(os.environ).world_size == 1:  # several ranks check after they have met: none waits for another
         check_paths(config)
-    with launch(config) as runtime:
+    with launch(hooks.config(config)) as runtime:  # the record of a run to resume names the script's optimizer
         trainer = build_trainer(runtime, config, hooks=hooks, given_model=model if is_given else None)
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
         results, validation = trainer.run_training(train_loader, val_loader)

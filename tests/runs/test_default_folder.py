@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from finetune.config.compose import compose
 from finetune.config.render import resolved_yaml
+from finetune.errors import CheckpointError
 from finetune.runs.default_folder import with_chosen_folder
 from tests.in_process import run_finetune
 from tests.launches import run_launched
@@ -64,6 +66,53 @@ def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen("resume=auto", "optim.learning_rate=1e-5") == "runs/c"
     assert chosen("resume=auto", "seed=1") == "runs/orders-phi_tiny"
     assert chosen() == "runs/orders-phi_tiny"
+
+
+def test_a_folder_that_another_user_closed_is_no_run_and_not_free(monkeypatch):
+    """Permissions are pretended, because tests may run as root."""
+    closed = {Path("runs/orders-phi_tiny").absolute(), Path("runs/other").absolute()}
+    for folder in closed:
+        folder.mkdir(parents=True)
+    pretend_run(Path("runs/mine"), started="2026-01-01T00:00:00")
+
+    def refuse(call, refused):
+        def refusing(path, *arguments, **named):
+            if not isinstance(path, int) and refused(Path(path)):
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *arguments, **named)
+
+        return refusing
+
+    monkeypatch.setattr(os, "stat", refuse(os.stat, lambda path: path.absolute().parent in closed))
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name), lambda path: path.absolute() in closed))
+    assert chosen("resume=auto") == "runs/mine"
+    assert chosen("resume=auto", "seed=1") == "runs/orders-phi_tiny-2"
+    assert chosen() == "runs/orders-phi_tiny-2"
+    closed.add(Path("runs").absolute())
+    with pytest.raises(CheckpointError, match=r"runs cannot be read: Permission denied .*output_dir"):
+        chosen("resume=auto")
+
+
+def test_resume_finds_a_run_by_what_was_asked_for_and_not_by_what_it_filled_in():
+    Path("tools.py").write_text("def lookup(): ...\ndef search(): ...\n")
+    tools = ["task=finetune_grpo", "rollout.tools=./tools.py:lookup"]
+    pretend_run(Path("runs/a"), *tools, "rollout.tool_schemas='[]'", started="2026-01-01T00:00:00")
+    assert chosen(*tools, "resume=auto") == "runs/a"
+    other = "rollout.tools=./tools.py:search"
+    assert chosen(*tools[:1], other, "resume=auto") == "runs/orders-phi_tiny"
+
+
+def test_resume_tells_optimizers_of_scripts_apart_as_far_as_they_are_known():
+    sgd, adam = (["optim.optimizer=script:" + name] for name in ("torch.optim.SGD", "torch.optim.Adam"))
+    for name, words in {"a": sgd, "b": adam}.items():
+        pretend_run(Path("runs", name), *words, started=f"2026-01-01T00:00:00{name}")
+    assert chosen(*sgd, "resume=auto") == "runs/a"
+    assert chosen("optim.optimizer=script:torch.optim.Adagrad", "resume=auto") == "runs/orders-phi_tiny"
+    assert chosen("resume=auto") == "runs/b"  # the script gives the optimizer later, and is refused if it is another
+    assert chosen("resume=auto", "optim.learning_rate=1e-5") == "runs/orders-phi_tiny"
+    pretend_run(Path("runs/c"), started="2026-01-01T00:00:00")
+    assert chosen("resume=auto") == "runs/c"
 
 
 @pytest.mark.slow

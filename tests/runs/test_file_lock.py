@@ -85,6 +85,22 @@ def test_one_holder_at_a_time(tmp_path: Path, way: str) -> None:
     assert not is_held(path)
 
 
+def test_a_lost_lock_leaves_the_lock_of_the_next_holder_alone(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "a.lock"
+    path.parent.mkdir()
+    with file_lock(path, waiting_for="it") as lock:
+        assert not lock.is_lost()
+        path.parent.rename(tmp_path / "moved")
+        assert lock.is_lost()
+        (tmp_path / "moved").rename(path.parent)
+        assert not lock.is_lost()
+        path.unlink()
+        assert lock.is_lost()
+        with file_lock(path, waiting_for="it"):
+            lock.release()
+            assert is_held(path)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 def test_no_other_user_may_lock_it_and_one_who_may_not_look_takes_it_for_held(tmp_path: Path) -> None:
     path, mask, user = tmp_path / "a.lock", os.umask(0), os.geteuid()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import pytest
+
 from finetune.config.compose import load_config
+from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallbacks
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation, Scores
 from finetune.runs.checkpoints import Snapshot
+from finetune.runs.file_lock import is_held
+from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.reporting.journal import Journal
+from finetune.training.saver import publish_best
 from finetune.training.step import StepResult
 
 STEP = ["event", "step", "epoch", "loss", "learning_rate", "grad_norm"]
@@ -24,14 +31,18 @@ def result(**changes: object) -> StepResult:
     return StepResult(**{**figures, "num_computed": 90, **changes})  # type: ignore[arg-type]
 
 
-def write_all(folder: Path) -> list[dict[str, object]]:
-    """The events of a run that does everything once."""
+def journal_in(folder: Path) -> Journal:
     words = ["model.path=x", "data.path=y", f"output_dir={folder}", "training.log_every=1"]
     world = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None, "threads": {"count": 1}}
-    journal = Journal(
+    return Journal(
         load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=world,
         global_batch={"global_batch_size": 8}, fingerprints={}, energy=lambda: {"cpu_joules": 2.5},
     )  # fmt: skip
+
+
+def write_all(folder: Path) -> list[dict[str, object]]:
+    """The events of a run that does everything once."""
+    journal = journal_in(folder)
     journal.start_training(TrainerState(), 2)
     journal.step(TrainerState(step=1, steps_in_epoch=1), result(rank_seconds=(1.0, 3.0)), data_wait_seconds=9.0)
     skipped = result(loss=float("nan"), not_finite="the loss is nan", metrics={"reward_margin": 0.25})
@@ -68,3 +79,22 @@ def test_events_have_the_keys_of_the_docs_in_their_order(tmp_path: Path) -> None
     assert (checkpoint["step"], checkpoint["path"], checkpoint["num_bytes"]) == (2, "checkpoints/step-000002", 0)
     assert base == {"event": "test", "model": "base", "exact_match": None, "json_valid": None, "loss": 2.0}
     assert tuned == {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": None, "loss": 0.2}
+
+
+def test_a_run_whose_folder_was_removed_ends_and_writes_nothing_into_the_next_run_there(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path / "run")
+    journal.start_training(TrainerState(), 9)
+    journal.step(TrainerState(step=1, steps_in_epoch=1), result())
+    shutil.rmtree(tmp_path / "run")
+    with RunFolder(tmp_path / "run").open() as other:
+        for write in (
+            lambda: journal.step(TrainerState(step=2, steps_in_epoch=2), result(step=2)),
+            lambda: journal.save(Snapshot(2, {"state.json": [b"{}"]}), best=None),
+            lambda: journal.record(opening=None),
+            lambda: publish_best(journal.folder, TrainerState(), None, keep=1, has_trained=True),  # type: ignore[arg-type]
+            lambda: journal.close(None),
+        ):
+            with pytest.raises(RunFailedError, match="is no longer the folder of this run"):
+                write()
+        assert [path.name for path in other.path.iterdir()] == [".lock"]
+        assert is_held(other.lock_file)

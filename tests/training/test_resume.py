@@ -390,6 +390,28 @@ def test_a_run_is_compared_with_what_was_last_accepted(words: list[str], tmp_pat
         train_from_overrides([*changed, "optim.learning_rate=1e-3"])
 
 
+def test_no_change_is_accepted_with_which_no_checkpoint_can_be_loaded(words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_from_overrides(words)
+    before = contents(run)
+    for change, reason in {
+        "lora.r=4": "of another shape",
+        "optim.optimizer=torch.optim.SGD": "is the state of AdamW, but the run uses SGD",
+        "training.method=full": "holds no model.safetensors",
+    }.items():
+        key = change.partition("=")[0]
+        with pytest.raises(
+            CheckpointError, match=rf"(?s){key}: started with .*no checkpoint .*{reason}.*Nothing was ch"
+        ):
+            train_from_overrides([*words, change, "optim.weight_decay=0", "resume.allow=lora,optim,training"])
+        assert contents(run) == before
+    # These keys decide the shape of the adapter. With these values it is the same.
+    fitting = [*words, "training.max_steps=6", "lora.layers=[0,1]", "lora.rank_pattern={o_proj: 2}"]
+    train_from_overrides([*fitting, "resume.allow=lora"])
+    assert [change["key"] for change in record(run)["resume_changes"]] == ["lora.layers", "lora.rank_pattern"]
+    assert len(curve(run)) == 6
+
+
 def test_fewer_rows_once_allowed_make_shorter_epochs(words: list[str], tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows", train=18, test=0)
     words = [*words, f"data.path={rows}"]

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.render import SCHEMA_LINE, resolved_yaml, schema_text
@@ -58,6 +59,7 @@ class Journal:
         rows_read_as: Mapping[str, Sequence[str]] | None = None,
         warnings: RunWarnings | None = None,
         energy: Callable[[], dict[str, float]] = dict,
+        refuse_misfit: Callable[[Path], None] = lambda checkpoint: None,
     ) -> None:
         self.folder = RunFolder(config.output_dir).open(config.resume)
         self.result: dict[str, Any] = {}
@@ -71,18 +73,17 @@ class Journal:
         self._interval = Interval()
         self._last_step_at = time.monotonic()
         self._events = RunEvents(config, self.folder, fallbacks, warnings or RunWarnings())
-        # If a checkpoint survives a crash, so must the metrics of the steps before it.
-        self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._events.metrics.sync)
+        self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._before_save)
         self._num_tokens = self._num_computed = 0
         self._saving = {"checkpoints": 0, "blocked_seconds": 0.0, "write_seconds": 0.0}
-        self._record = RunRecord(self.folder.record_file)
+        self._record = RunRecord(self.folder.record_file, before=self.folder.refuse_lost_folder)
         with ExitStack() as opened:  # if this fails, the caller has no journal to close
             opened.callback(self.folder.close)
             changes: list[dict[str, str]] = []
             if config.resume == "auto" and self.folder.checkpoint_steps():
                 from finetune.training.resume import accepted_changes, refuse_other_global_batch  # only then
 
-                changes = accepted_changes(self.folder, config, fingerprints)
+                changes = accepted_changes(self.folder, config, fingerprints, refuse_misfit)
                 refuse_other_global_batch(
                     self.folder,
                     config,
@@ -175,6 +176,7 @@ class Journal:
             **result.metrics,
         )
         if state.step % self._config.training.log_every == 0 or state.step == self._num_steps:
+            self.folder.refuse_lost_folder()  # writing to the open file of metrics would not fail
             interval, self._interval = self._interval, Interval()
             self._events.write("resources", step=state.step, **interval.metrics(), **self._energy())
 
@@ -295,6 +297,11 @@ class Journal:
         self.is_closed = True
         self._saver.close(None)
         self._opened.close()
+
+    def _before_save(self) -> None:
+        self.folder.refuse_lost_folder()
+        # If a checkpoint survives a crash, so must the metrics of the steps before it.
+        self._events.metrics.sync()
 
     def _note_saved(self, saved: list[Saved]) -> None:
         for checkpoint in saved:
