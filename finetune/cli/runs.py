@@ -58,7 +58,7 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
     from finetune.runs.file_lock import is_held
     from finetune.runs.recorded_run import find_runs, mapping
 
-    name = hashlib.sha256(f"{__version__} {folder.resolve()}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(f"{__version__} {folder.resolve()}")).hexdigest()[:16]
     index = Path(os.path.expanduser("~/.cache/finetune"), f"runs-{name}.json")  # noqa: PTH111  # pathlib needs a home
     try:
         known = mapping(json.loads(index.read_bytes()))

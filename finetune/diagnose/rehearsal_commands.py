@@ -31,10 +31,10 @@ class StageError(FinetuneError):
 def start_command(
     arguments: Sequence[str], log: Path, preexec_fn: Callable[[], object] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start `finetune ARGUMENTS`, which Ctrl-C does not reach, with `log` for its output."""
+    """Start `finetune ARGUMENTS`, which Ctrl-C does not reach. Its output is added to `log`."""
     words = [sys.executable, "-P", "-m", "finetune", *arguments]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
-    with log.open("wb") as file:
+    with log.open("ab") as file:
         return subprocess.Popen(words, stdout=file, preexec_fn=preexec_fn, **options)
 
 
@@ -49,6 +49,7 @@ def run_command(
         StageError: the command failed, or took longer than `seconds`.
     """
     until = time.monotonic() + seconds
+    log.unlink(missing_ok=True)
     process = start_command(arguments, log)
     try:
         while process.poll() is None and not kill_when():
@@ -66,9 +67,10 @@ def run_command(
     return code is None
 
 
-def error_in(log: Path) -> str:
-    """Return the error that a command ended with, from its output."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+def error_in(log: Path, *, start: int = 0) -> str:
+    """Return the error that a command ended with, from its output, which begins at byte `start` of the log."""
+    text = log.read_bytes()[start:].decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if _OUR_ERROR.match(line):
             return _OUR_ERROR.sub("", "\n".join(lines[number : number + _MOST_LINES]))

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
 _SCHEMA = 1
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+_log = logging.getLogger(__name__)
 
 Chunks = Iterable[bytes | memoryview]
 
@@ -98,7 +101,7 @@ def committed_folder(target: Path) -> Iterator[FolderWriter]:
         OSError: the disk refused.
     """
     temporary = target.with_name(_TEMPORARY + target.name)
-    remove(temporary)
+    _make_way(temporary)
     temporary.mkdir(parents=True)
     try:
         writer = FolderWriter(temporary)
@@ -118,13 +121,15 @@ def remove_folder(path: Path) -> None:
         OSError: the disk refused.
     """
     temporary = path.with_name(_TEMPORARY + path.name)
-    remove(temporary)
+    _make_way(temporary)
     path.rename(temporary)
     remove(temporary)
 
 
 def clear_leftovers(parent: Path, is_ours: Callable[[str], object]) -> list[str]:
     """Remove what killed writers left in a folder, and restore folders that were renamed but not replaced.
+
+    A leftover that cannot be removed stays, with a warning; see `_make_way`.
 
     Args:
         parent: the folder to clear.
@@ -140,14 +145,16 @@ def clear_leftovers(parent: Path, is_ours: Callable[[str], object]) -> list[str]
         return []
     cleared = []
     for path in sorted(parent.iterdir()):
-        prefix, name = path.name[: len(_TEMPORARY)], path.name[len(_TEMPORARY) :]
-        if prefix not in (_TEMPORARY, _REPLACED) or not is_ours(name):
+        name = path.name
+        while is_leftover(name):  # `_make_way` puts a second prefix before the first
+            name = name[len(_TEMPORARY) :]
+        if name == path.name or not is_ours(name):
             continue
         target = path.with_name(name)
-        if prefix == _REPLACED and not os.path.lexists(target):
+        if path.name.startswith(_REPLACED) and not os.path.lexists(target):
             path.rename(target)
-        else:
-            remove(path)
+        elif not _is_removed(path):
+            continue
         cleared.append(path.name)
     if cleared:
         _sync_folder(parent)
@@ -236,13 +243,43 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _make_way(path: Path) -> None:
+    """Remove a leftover that has a name which is needed now. If it cannot be removed, give it another name.
+
+    On NFS, a folder keeps the deleted files that a process has open, and cannot be removed until they are closed.
+    """
+    try:
+        remove(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+        aside = path.with_name(_TEMPORARY + path.name)
+        _make_way(aside)
+        path.rename(aside)
+
+
+def _is_removed(leftover: Path) -> bool:
+    """Remove a leftover, and return whether that succeeded. A leftover takes disk space and does no harm."""
+    try:
+        remove(leftover)
+    except OSError as error:
+        _log.warning(
+            "%s is left over and cannot be removed now: %s. A process may have its files open. The next start with "
+            "this output_dir tries again.",
+            leftover,
+            describe_os_error(error),
+        )
+        return False
+    return True
+
+
 def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename a finished folder to its name. An old one is renamed first, because a rename cannot replace a folder."""
     replaced = target.with_name(_REPLACED + target.name)
     if not os.path.lexists(target):
         temporary.rename(target)
     else:
-        remove(replaced)
+        _make_way(replaced)
         target.rename(replaced)
         try:
             temporary.rename(target)
@@ -250,7 +287,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
             replaced.rename(target)
             raise
     _sync_folder(target.parent)
-    remove(replaced)
+    _is_removed(replaced)  # if not, the new folder has its name all the same
 
 
 def _write_synced(path: Path, chunks: Chunks) -> tuple[int, str]:

@@ -151,8 +151,9 @@ class RunFolder:
         """Refuse a place where `open` could not write. Only the main process calls this, because only it writes there.
 
         Raises:
-            CheckpointError: nothing can be written where the folder is or would be.
+            CheckpointError: nothing can be written where the folder is or would be, or nothing could be read again.
         """
+        self._refuse_other_encodings()
         place = existing_folder(self.path)
         try:
             with tempfile.TemporaryFile(dir=place):
@@ -163,6 +164,17 @@ class RunFolder:
                 f"Name a folder that you may write with output_dir=."
             ) from error
 
+    def _refuse_other_encodings(self) -> None:
+        """Refuse a path that is not UTF-8. safetensors cannot open a file there."""
+        try:
+            os.fsencode(self.path).decode()
+        except UnicodeDecodeError:
+            raise CheckpointError(
+                f"output_dir={str(self.path)!a} is not valid UTF-8. The library that reads tensors (safetensors) opens "
+                "no such path, so the run could not be tested or resumed. Rename the folder, or name another with "
+                "output_dir=."
+            ) from None
+
     def open(self, resume: Literal["never", "auto"] = "never") -> Self:
         """Create the folder, take its lock and remove what a killed save left behind. `close` releases the lock.
 
@@ -172,6 +184,7 @@ class RunFolder:
             CheckpointError: the folder cannot be created or written, holds a run (with `never`) or something that
                 is not a run, or a living process is writing it.
         """
+        self._refuse_other_encodings()
         self.refuse_living_holder()
         self.check(resume)
         try:

@@ -124,8 +124,10 @@ class _RunningTrial:
         self._num_compared = 0
         self._is_ended_early = False
         _say(f"{trial.name}: {trial.command}")
+        log = trial.log
+        self._log_start = log.stat().st_size if log.exists() else 0  # earlier starts of this trial have written there
         # If this process is killed, the trial gets SIGTERM and saves a checkpoint.
-        self._process = start_command(trial.arguments, trial.log, partial(end_with_parent, signal.SIGTERM))
+        self._process = start_command(trial.arguments, log, partial(end_with_parent, signal.SIGTERM))
 
     def wait(self) -> None:
         """Wait until the trial ends. Stop it if it is weak or if this process is stopped."""
@@ -193,7 +195,7 @@ class _RunningTrial:
             measured = f", {self._sweep.metric} {best[1]:.4g} at step {best[0]}" if best else ""
             _say(f"{trial.name}: {state}{measured}")
             return
-        error = error_in(trial.log)
+        error = error_in(trial.log, start=self._log_start)
         trial.end("failed", {"exit_code": code, "why": error})
         _say(f"{trial.name}: failed with exit code {code}: {error}")
 

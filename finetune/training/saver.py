@@ -6,9 +6,11 @@ Training waits while the state is copied; a thread writes the copy.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,11 +199,20 @@ def log_disk_need(folder: RunFolder, snapshot: Snapshot, cadence: Cadence, *, ke
     at_once = cadence.most_checkpoints(keep=keep, has_best=has_best)
     need = disk_need(folder, snapshot, at_once=at_once)
     _log.info("disk: %s", need)
-    used_bytes = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
-    if need.total > need.free + used_bytes:
+    if need.total > need.free + _bytes_in(folder.checkpoints):
         _log.warning(
             "the checkpoints do not fit the disk of %s: make room, or lower checkpoint.save_total_limit", folder.path
         )
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the bytes of all files in a folder. A save in the background may rename or remove them meanwhile."""
+    num_bytes = 0
+    for parent, _, names in os.walk(folder):  # passes over a folder that is gone; Path.rglob raises
+        for name in names:
+            with suppress(FileNotFoundError):
+                num_bytes += Path(parent, name).lstat().st_size
+    return num_bytes
 
 
 def publish_best(

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import psutil
 import pytest
 
 from finetune import launch, load_config
+from finetune.cli.runs import _summaries
 from finetune.errors import CheckpointError
 from finetune.runs import folder as run_folder
 from finetune.runs.file_lock import is_held, is_held_here
@@ -39,6 +41,24 @@ def test_naming_a_run_touches_nothing_and_opening_it_makes_the_folder(tmp_path):
         assert folder.path.is_dir()
         assert folder.lock_file.is_file()
     assert listing(folder.path) == []
+
+
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path):
+    folder = RunFolder(tmp_path / os.fsdecode(b"caf\xe9") / "run")
+    for refusing in (folder.check_writable, lambda: folder.open(resume="auto")):
+        with pytest.raises(CheckpointError, match=r"output_dir='.*caf\\udce9/run' is not valid UTF-8.*output_dir="):
+            refusing()
+    assert listing(tmp_path) == []
+    RunFolder(tmp_path / "café").check_writable()
+
+
+def test_runs_are_listed_in_a_folder_whose_path_is_not_utf8(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runs = tmp_path / os.fsdecode(b"caf\xe9")
+    write_run(runs / "a", status="completed")
+    for _ in range(2):  # the second time from the index
+        assert [run["name"] for run in _summaries(runs)] == ["a"]
+    assert len(list((tmp_path / ".cache/finetune").iterdir())) == 1
 
 
 def test_paths_are_those_of_the_design(tmp_path, monkeypatch):

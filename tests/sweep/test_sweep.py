@@ -99,10 +99,14 @@ def test_the_same_command_starts_nothing_that_is_finished_and_a_failed_trial_onl
     assert again.returncode == 0
     assert ": finetune train" not in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.glob("trial-*/*")} == before
+    log = folder / "trial-002.log"
+    first = log.read_text()
     again = run_finetune(*words, "--retry-failed", "--only=2")
     assert re.findall("(trial-...): finetune train", again.stdout) == ["trial-002"]
     assert again.returncode == 3
     assert noted(folder / "trial-002")["state"] == "failed"
+    assert log.read_text().startswith(first)
+    assert noted(folder / "trial-002")["why"] in log.read_text()[len(first) :]
 
 
 def test_everything_is_refused_before_the_first_trial(tmp_path):

@@ -18,6 +18,7 @@ from finetune.data.batches import loader_keys_on, packer, pad
 from finetune.data.encoded import filler_rows
 from finetune.engine.host_embedding import HostEmbedding, embedding_that_may_leave, keep_embedding_on_host
 from finetune.engine.loss import Choices, LossFunction, summed_cross_entropy
+from finetune.main_memory import read_main_memory
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
@@ -207,7 +208,7 @@ def test_inputs_of_layers_in_main_memory_take_none_of_the_device() -> None:
 
 
 def test_a_fraction_bounds_the_free_memory() -> None:
-    total = psutil.virtual_memory().total
+    total = read_main_memory().total
     taken = psutil.Process().memory_info().rss
     free = free_memory(torch.device("cpu"), num_sharing=1, fraction=0.1)
     assert free == pytest.approx(0.1 * total - taken, abs=0.01 * total)

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from finetune.runs.state import TrainerState
 from finetune.runs.tensors import TensorFile
 from finetune.runs.verification import verify_checkpoint
 from finetune.signals import Terminated
-from finetune.training.saver import Saver
+from finetune.training.cadence import Cadence
+from finetune.training.saver import Saver, log_disk_need
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
 
@@ -236,3 +238,21 @@ def test_the_disk_that_checkpoints_take_is_known_after_the_first_step(folder, mo
     on_disk = sum(file.stat().st_size for file in saved.path.iterdir())
     assert saved.num_bytes < on_disk < saved.num_bytes + 60_000
     assert "at most 3 of them" in str(need)
+
+
+def test_a_checkpoint_that_a_save_renames_meanwhile_ends_no_prediction(folder, model, optimizer, monkeypatch, caplog):
+    saves = saver(folder, background=False)
+    saves.save(snapshot(folder, model, optimizer, 1), best=None)
+    really_lstat = Path.lstat
+
+    def rename_and_lstat(path):
+        if folder.checkpoint(1).is_dir():
+            folder.checkpoint(1).rename(folder.checkpoint(1).with_name(".tmp-step-000001"))
+        return really_lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", rename_and_lstat)
+    cadence = Cadence(steps_per_epoch=2, num_steps=2, save_every=1)
+    with caplog.at_level("INFO"):
+        log_disk_need(folder, snapshot(folder, model, optimizer, 1), cadence, keep=2, has_best=False)
+    assert not folder.checkpoint(1).exists()
+    assert "disk: a checkpoint takes" in caplog.text

@@ -19,6 +19,7 @@ from finetune.engine.decoder import bare_model
 from finetune.engine.products import full_shape
 from finetune.fallbacks import Fallback
 from finetune.logs import waiting
+from finetune.main_memory import read_main_memory
 from finetune.training.loaders import global_batch_size, log_cut_examples
 from finetune.training.step import StepTooLargeError
 from finetune.units import ceil_div, format_bytes
@@ -236,7 +237,7 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
         # An equal part of the free memory, and the memory that torch has reserved for this process and does not use.
         available = free // num_sharing + torch.cuda.memory_reserved(device) - allocated
         return available if fraction == 1 else min(available, int(fraction * total) // num_sharing - allocated)
-    memory, process = psutil.virtual_memory(), psutil.Process()
+    memory, process = read_main_memory(), psutil.Process()
     available = memory.available // num_sharing
     if psutil.LINUX and (addresses := process.rlimit(psutil.RLIMIT_AS)[0]) != psutil.RLIM_INFINITY:  # ulimit -v
         available = min(available, addresses - process.memory_info().vms)
