@@ -42,7 +42,11 @@ _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.M
 
 
 class Runtime:
-    """What a training step needs from the world of processes: four parts, and this process's place."""
+    """What a training step needs from the world of processes: four parts, and this process's place.
+
+    Attributes:
+        is_closed: whether this process has left the world.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Runtime:
         launcher_settings: Mapping[str, tuple[object, str]],
     ) -> None:
         self._given = launcher_settings
+        self.is_closed = False
         self.environment = environment
         self.fallbacks = fallbacks
         self.precision = choose_precision(config.training.precision, best=best_precision(context.device))
@@ -139,6 +144,7 @@ class Runtime:
 
     def close(self, error: BaseException | None) -> None:
         """Leave the world: end what was opened, and report an error to the other ranks. Not a collective."""
+        self.is_closed = True
         try:
             with self.liveness.leaving(error):
                 self.collectives.leave()

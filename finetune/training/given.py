@@ -217,7 +217,7 @@ def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
 def _write(name: str, rows: object, folder: Path) -> str:
     """Write the rows of a split, unless they are there already, and return the path."""
     if type(rows).__name__ == "DataFrame":
-        rows = _rows_of_frame(rows)
+        rows = _rows_of_frame(name, rows)
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
         raise DataError(
             f"{name} is {type(rows).__name__}; expected a path, rows as dicts, a DataFrame, or a datasets.Dataset."
@@ -237,10 +237,13 @@ def _write(name: str, rows: object, folder: Path) -> str:
     return str(file)
 
 
-def _rows_of_frame(frame: Any) -> list[dict[str, Any]]:
+def _rows_of_frame(name: str, frame: Any) -> list[dict[str, Any]]:
     """Return the rows of a DataFrame of pandas or polars. A missing cell of pandas (NaN, NA, NaT) is None."""
     if hasattr(frame, "to_dicts"):
         return list(frame.to_dicts())
+    if not frame.columns.is_unique:  # a dict would keep the last column of a name
+        twice = list(frame.columns[frame.columns.duplicated()])
+        raise DataError(f"{name} has several columns called {twice[0]!r}. Rename or drop all but one of them.")
     return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))
 
 

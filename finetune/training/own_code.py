@@ -74,7 +74,7 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], name: str, res
     import torch
 
     error: Exception | None = None
-    answers: set[object] = set()
+    answers: set[str] = set()
     for callback in callbacks:
         method = getattr(callback, name, None)
         if method is None or error is not None:
@@ -91,9 +91,10 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], name: str, res
             kind = type(raised).__name__
             error = RunFailedError(f"the callback {where} raised {kind}: {raised}. Correct it{instead}.")
             continue
-        if answer is not None and answer not in _REQUESTS:
+        if isinstance(answer, str) and answer in _REQUESTS:
+            answers.add(answer)
+        elif answer is not None:
             error = RunFailedError(f'{where} returned {answer!r}; expected None, "stop" or "save". Correct it.')
-        answers.add(answer)
     failed, *counts = runtime.collectives.sum(
         [float(error is not None), *(float(request in answers) for request in _REQUESTS)]
     )

@@ -97,6 +97,7 @@ class TrainerDDP(Trainer):
         self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
     ) -> tuple[TrainingResults, LossSums | None]:
         """Train to the end, and leave the world on an error. Collective."""
+        self._refuse_second_training()  # outside of the block, because the error must not fail a run that has ended
         with self._leaving_on_error():
             results = super().run_training(train_loader, val_loader)
         self._is_trained = True

@@ -61,6 +61,7 @@ def test_splits_are_named_as_usual(tmp_path):
             "row 0 of data holds a value that JSON .*in the column 'day'",
         ),
         (pandas.DataFrame(), "data has no rows"),
+        (pandas.DataFrame([["a", "b"]], columns=["prompt"] * 2), "data has several columns called 'prompt'"),
         (["text"], "row 0 of data is str; expected a dict"),
     ],
 )

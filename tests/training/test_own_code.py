@@ -10,6 +10,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import finetune
 from finetune.config.config_files import resolve_shipped
 from finetune.config.schema import OptimSection
 from finetune.engine.given_loss import refuse_no_sum
-from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.errors import CheckpointError, ConfigError, ModelError, RunFailedError
 from finetune.inference.finished_run import find_run
 from finetune.replay.steps import replay_config
 from finetune.runs.recorded_run import RecordedRun
@@ -29,6 +30,7 @@ from finetune.training.given import describe_given_model
 from finetune.training.given_optimizer import same_optimizer
 from finetune.training.hooks import Hooks
 from finetune.training.optim import build_optimizer, trainable_parameters
+from finetune.training.own_code import call_callbacks
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -186,6 +188,52 @@ def test_code_with_arguments_is_known_again_in_another_process():
     assert len({fingerprint(base=value) for value in functions}) == len(functions)
     source = inspect.getsource(smoothed) + str({"args": (), "base": 0.1})
     assert fingerprint(base=0.1).endswith(hashlib.sha256(source.encode()).hexdigest()[:12]), "as in earlier versions"
+
+
+@pytest.mark.parametrize("answer", [["stop"], np.array([1, 2]), {"stop": 1}, 1, "end"])
+def test_a_callback_that_returns_something_else_is_named(answer):
+    class Answers:
+        def on_step(self, result):
+            return answer
+
+    def agree(error, _):
+        raise error
+
+    collectives = SimpleNamespace(sum=list, agree=agree)
+    with pytest.raises(RunFailedError, match=r'Answers\.on_step returned .*; expected None, "stop" or "save"'):
+        call_callbacks(SimpleNamespace(collectives=collectives), [Answers()], "on_step", None)
+
+
+class Asks:
+    """Asks another run, and measures it, while a run trains and when it ends."""
+
+    def __init__(self, other):
+        self.other, self.calls = other, []
+
+    def on_save(self, result):
+        self.calls += finetune.generate(self.other, ["Is it so?"], max_new_tokens=2)
+
+    def on_end(self, result):
+        self.calls += finetune.generate(result.folder, ["Is it so?"], max_new_tokens=2)
+        assert finetune.evaluate(result.folder, split="validation").scores
+
+
+@pytest.mark.slow
+def test_a_callback_may_ask_a_run_and_changes_nothing_of_its_own(trained, tmp_path):
+    result, data, settings = trained
+    other = {**settings, "checkpoint.save_every": 1, "lora.dropout": 0.1, "data.on_overlap": "warn"}
+    runs = {}
+    for name, callbacks in {"plain": [], "asks": [asks := Asks(result.folder)]}.items():
+        overrides = {**other, "output_dir": tmp_path / name}
+        runs[name] = finetune.train(model="phi_tiny", data=data, overrides=overrides, callbacks=callbacks)
+    assert len(asks.calls) == 3
+    first, second = runs["plain"].folder, runs["asks"].folder
+    assert losses(first) == losses(second)
+    adapters = [(run / "adapter" / "adapter_model.safetensors").read_bytes() for run in (first, second)]
+    assert adapters[0] == adapters[1]
+    assert record(second)["status"] == "completed"
+    log = (second / "log.txt").read_text()
+    assert "Starting testing phase" in log, "the log goes on as before"
 
 
 class Loses:

@@ -20,7 +20,7 @@ from finetune import (
     load_config,
     load_examples,
 )
-from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
+from finetune.errors import CheckpointError, ConfigError, DataError, LaunchError, RunFailedError
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
 from finetune.training import supervised
@@ -142,6 +142,24 @@ def test_one_thread_computes_a_narrow_model_unless_the_user_asks_for_more(asked,
         torch.set_num_threads(1)
     assert record(tmp_path / "run")["threads"]["count"] == count
     assert ("one thread computes" in (tmp_path / "run" / "log.txt").read_text()) == (count == 1)
+
+
+def test_a_trainer_trains_once_and_only_in_its_launch(words, tmp_path):
+    config = load_config([*words, "training.max_steps=1"])
+    with launch(config) as runtime:
+        trainer = build_trainer(runtime, config)
+        early = build_trainer(runtime, config.model_copy(update={"output_dir": str(tmp_path / "early")}))
+        loader, *_ = trainer.prepare_dataloaders()
+        with torch.no_grad(), pytest.raises(LaunchError, match="no_grad is in force"):
+            trainer.run_training(loader)
+        trainer.run_training(loader)
+        losses = curve(tmp_path / "run")
+        with pytest.raises(ConfigError, match="is over: this trainer has trained it already"):
+            trainer.run_training(loader)
+    with pytest.raises(ConfigError, match="is over: its launch has ended"):
+        early.run_training(loader)
+    assert curve(tmp_path / "run") == losses
+    assert record(tmp_path / "run")["status"] == "completed"
 
 
 def test_the_log_tells_the_run_from_its_first_line_to_its_last(complete):

@@ -195,6 +195,14 @@ def test_the_next_trainer_closes_the_one_before(config, tmp_path):
     assert val_results == expected
 
 
+def test_a_second_training_is_refused_and_leaves_the_run_completed(config):
+    with TrainerDDP(0, config) as trainer:
+        train(trainer)
+        with pytest.raises(ConfigError, match="trained it already"):
+            trainer.run_training(trainer.prepare_dataloaders()[0])
+    assert record(config)["status"] == "completed"
+
+
 def test_cleaning_up_before_closing(config):
     initialize_ddp(rank=0, worldsize=1, master_addr="localhost", master_port="12355")
     trainer = TrainerDDP(0, config)
