@@ -206,8 +206,8 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
 
     A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
     value, the flag of a boolean key means true, `--resume` means auto, and any other flag becomes `key=`, which
-    `compose` refuses. `--no-KEY` means false, and `--config FILE` names the run file. `own_options`, and what looks
-    like a misspelt one of them, stay as they are.
+    `compose` refuses. `--resume` takes no override and no file as its value. `--no-KEY` means false, and
+    `--config FILE` names the run file. `own_options`, and what looks like a misspelt one of them, stay as they are.
     """
     overrides: list[str] = []
     rest = list(arguments)
@@ -230,6 +230,7 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
             overrides.append(f"{key}={rest.pop(0) if rest and _BOOLEAN.fullmatch(rest[0]) else 'true'}")
         else:
             has_value = bool(rest) and not rest[0].startswith("--") and rest[0] not in own_options
+            has_value = has_value and not (key in _WITHOUT_VALUE and _is_own_argument(rest[0]))
             overrides.append(f"{key}={rest.pop(0) if has_value else _WITHOUT_VALUE.get(key, '')}")
     return overrides
 
@@ -241,6 +242,12 @@ def _resembles(option: str, key: str, own_options: Collection[str]) -> bool:
     from finetune.config.key_advice import did_you_mean
 
     return bool(did_you_mean(option, own_options))
+
+
+def _is_own_argument(argument: str) -> bool:
+    """Return whether an argument is an override, a run file or a file of rows, and so not the value of a flag."""
+    key, equals, _ = argument.partition("=")
+    return bool(equals and _chooses_or_sets(key)) or is_run_file(argument) or is_file_of_rows(argument)
 
 
 _WITHOUT_VALUE = {"resume": "auto"}

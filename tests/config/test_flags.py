@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from finetune.cli.overrides import config_from_overrides
 from finetune.config.compose import as_overrides, compose
 from finetune.errors import ConfigError
 from tests.in_process import run_finetune
@@ -30,12 +31,35 @@ from tests.launches import REPOSITORY
         ("--config lora.yaml --config=full.yaml", "run=lora.yaml run=full.yaml"),
         ("--no-strict --no-training.drop-last quickstart", "strict=false training.drop_last=false quickstart"),
         ("--lr 1e-4", "lr=1e-4"),
+        ("--resume", "resume=auto"),
+        ("--resume never", "resume=never"),
+        ("--resume output_dir=runs/x", "resume=auto output_dir=runs/x"),
+        ("--resume quickstart", "resume=auto quickstart"),
+        ("--output-dir seed=1", "output_dir=seed=1"),
     ],
 )
 def test_flags_are_overrides(typed, overrides):
     own_options = ["--device", "--retry-failed", "--json", "-h", "--help"]
     assert as_overrides(typed.split(), own_options) == overrides.split()
     assert as_overrides(overrides.split(), own_options) == overrides.split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        (["phi4", "chats.jsonl"], r"Did you mean model=phi4\?"),
+        (["chats.jsonl", "phi4-mini"], r"phi4-mini: expected key=value\. Did you mean model=phi4_mini\?"),
+        (["model", "phi_tiny"], r"Did you mean model=NAME\?"),
+        (["dpo"], r"Did you mean task=finetune_preferences\?"),
+        (["orders"], r"Did you mean data=orders\?"),
+        (["quickstarts"], r"Did you mean quickstart\?"),
+    ],
+)
+def test_a_name_without_its_key_is_answered_with_the_key(tmp_path, monkeypatch, typed, advice):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").touch()
+    with pytest.raises(ConfigError, match=advice):
+        config_from_overrides(typed)
 
 
 def test_recipes_and_commands_take_flags(tmp_path):
