@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,12 +35,15 @@ from finetune.config.config_files import (
     is_file_of_rows,
     is_path,
     is_run_file,
+    local_path,
     shown_path,
 )
 from finetune.config.keys import fields, section_class, takes, takes_text
 from finetune.config.schema import Config, as_list
-from finetune.config.yaml_reader import COMMAND_LINE, SCRIPT, Setting, read_settings, read_value
+from finetune.config.yaml_reader import COMMAND_LINE, MAX_FILE_BYTES, SCRIPT, Setting, read_settings, read_value
 from finetune.errors import ConfigError
+from finetune.limits import read_regular
+from finetune.units import name_first
 
 DEFAULT_TASK = "finetune_lora"
 """The task when a command names neither a task nor a run file. A run file names its own task."""
@@ -134,6 +138,21 @@ def _refuse_file_of_other_tool(name: str, settings: Sequence[Setting]) -> None:
         raise ConfigError(
             f"run={name}: holds settings of another tool ({', '.join(theirs[:3])}, …). Translate the file with: "
             f"finetune init --from {name} --file FILE.yaml"
+        )
+
+
+def _refuse_json_of_other_tool(name: str) -> None:
+    """Refuse a file of rows that is one object with settings of another tool."""
+    try:
+        value = json.loads(read_regular(local_path(name), most=MAX_FILE_BYTES, follows_links=True))
+    except (OSError, ValueError, RecursionError):
+        return  # a large file, or several rows; reading the rows says what is wrong with it
+    from finetune.config.other_tools import settings_among
+
+    if isinstance(value, dict) and (settings := settings_among(value)):
+        raise ConfigError(
+            f"{name}: holds settings of another tool ({name_first(settings, 3)}), and no rows. Translate the file "
+            f"with: finetune init --from {shlex.quote(name)} --file FILE.yaml"
         )
 
 
@@ -305,6 +324,8 @@ def _with_keys(overrides: Sequence[str], problems: list[str], origin: str) -> li
         problems.append(f"{origin}: {several}: choose the data once. For several sources write data.mixture=[…].")
     if not files:
         return list(overrides)
+    if len(files) == 1 and files[0].endswith(".json"):
+        _refuse_json_of_other_tool(files[0])
     data = files_in(files[0]) if len(files) == 1 else json.dumps(files, ensure_ascii=False)  # a shell expands *.jsonl
     return [f"data={data}", *(override for override in overrides if override not in files)]
 

@@ -1,12 +1,15 @@
 """Flags do what overrides do: `--training.max-steps 5` is `training.max_steps=5`."""
 
 import json
+import re
 
 import pytest
 
 from finetune.cli.overrides import config_from_overrides
 from finetune.config.compose import as_overrides, compose
-from finetune.errors import ConfigError
+from finetune.config.schema import DataSection
+from finetune.data.examples import check_local_rows
+from finetune.errors import ConfigError, DataError
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY
 
@@ -83,6 +86,27 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
     assert "finetune init --from peer.yml" in done.errors
     (tmp_path / "ours.yml").write_text("base_model: x\nadapter: x\nlora_r: 8\nlora.r: 8\n")
     assert "--from" not in run_finetune("train", "ours.yml").errors
+
+
+@pytest.mark.parametrize(
+    ("file", "is_refused"),
+    [
+        ({"output_dir": "out", "learning_rate": 5e-5, "num_train_epochs": 3.0, "x": 1}, True),
+        ({"zero_optimization": {"stage": 3}, "train_batch_size": 8}, True),
+        ({"prompt": "q", "completion": "a"}, False),
+        ([{"output_dir": "out", "learning_rate": 5e-5, "num_train_epochs": 3.0}], False),
+    ],
+)
+def test_json_of_another_tool_is_no_file_of_rows(tmp_path, monkeypatch, file, is_refused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ta.json").write_text(json.dumps(file))
+    with pytest.raises(ConfigError) as caught:  # at least: there is no model
+        config_from_overrides(["ta.json"])
+    message = r"settings of another tool \(.*\), and no rows?\. Translate the file with: finetune init --from ta\.json"
+    assert bool(re.search(message, str(caught.value))) == is_refused
+    if is_refused:
+        with pytest.raises(DataError, match=message):
+            check_local_rows(DataSection(path="ta.json"), "answers")
 
 
 @pytest.mark.parametrize(
