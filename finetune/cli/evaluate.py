@@ -214,7 +214,7 @@ def _measure_rows(
     chosen: str | None = split
     if "train" in recorded and _keeps_data(run):  # otherwise the splits are not known before the rows are read
         chosen = choose_split(split, recorded)
-    check_local_rows(run.config.data, "answers")
+    check_local_rows(run.config.data, "answers", is_new=False)
     read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
     is_sharded = run.config.parallel.sharding != "none"
     if against is not None and is_sharded:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,12 +35,15 @@ from finetune.config.config_files import (
     is_file_of_rows,
     is_path,
     is_run_file,
+    local_path,
     shown_path,
 )
 from finetune.config.keys import fields, section_class, takes, takes_text
 from finetune.config.schema import Config, as_list
-from finetune.config.yaml_reader import COMMAND_LINE, SCRIPT, Setting, read_settings, read_value
+from finetune.config.yaml_reader import COMMAND_LINE, MAX_FILE_BYTES, SCRIPT, Setting, read_settings, read_value
 from finetune.errors import ConfigError
+from finetune.limits import read_regular
+from finetune.units import name_first
 
 DEFAULT_TASK = "finetune_lora"
 """The task when a command names neither a task nor a run file. A run file names its own task."""
@@ -137,6 +141,21 @@ def _refuse_file_of_other_tool(name: str, settings: Sequence[Setting]) -> None:
         )
 
 
+def _refuse_json_of_other_tool(name: str) -> None:
+    """Refuse a file of rows that is one object with settings of another tool."""
+    try:
+        value = json.loads(read_regular(local_path(name), most=MAX_FILE_BYTES, follows_links=True))
+    except (OSError, ValueError, RecursionError):
+        return  # a large file, or several rows; reading the rows says what is wrong with it
+    from finetune.config.other_tools import settings_among
+
+    if isinstance(value, dict) and (settings := settings_among(value)):
+        raise ConfigError(
+            f"{name}: holds settings of another tool ({name_first(settings, 3)}), and no rows. Translate the file "
+            f"with: finetune init --from {shlex.quote(name)} --file FILE.yaml"
+        )
+
+
 def _default_name(config: Config, groups: Mapping[str, _Choice]) -> str:
     """Name a run after its data and its model, as they were chosen: `chats-phi4_mini`."""
     files = "mixture" if config.data.mixture else next(iter(as_list(config.data.path or config.data.train)), "")
@@ -206,8 +225,8 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
 
     A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
     value, the flag of a boolean key means true, `--resume` means auto, and any other flag becomes `key=`, which
-    `compose` refuses. `--no-KEY` means false, and `--config FILE` names the run file. `own_options`, and what looks
-    like a misspelt one of them, stay as they are.
+    `compose` refuses. `--resume` takes no override and no file as its value. `--no-KEY` means false, and
+    `--config FILE` names the run file. `own_options`, and what looks like a misspelt one of them, stay as they are.
     """
     overrides: list[str] = []
     rest = list(arguments)
@@ -230,6 +249,7 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
             overrides.append(f"{key}={rest.pop(0) if rest and _BOOLEAN.fullmatch(rest[0]) else 'true'}")
         else:
             has_value = bool(rest) and not rest[0].startswith("--") and rest[0] not in own_options
+            has_value = has_value and not (key in _WITHOUT_VALUE and _is_own_argument(rest[0]))
             overrides.append(f"{key}={rest.pop(0) if has_value else _WITHOUT_VALUE.get(key, '')}")
     return overrides
 
@@ -241,6 +261,12 @@ def _resembles(option: str, key: str, own_options: Collection[str]) -> bool:
     from finetune.config.key_advice import did_you_mean
 
     return bool(did_you_mean(option, own_options))
+
+
+def _is_own_argument(argument: str) -> bool:
+    """Return whether an argument is an override, a run file or a file of rows, and so not the value of a flag."""
+    key, equals, _ = argument.partition("=")
+    return bool(equals and _chooses_or_sets(key)) or is_run_file(argument) or is_file_of_rows(argument)
 
 
 _WITHOUT_VALUE = {"resume": "auto"}
@@ -298,6 +324,8 @@ def _with_keys(overrides: Sequence[str], problems: list[str], origin: str) -> li
         problems.append(f"{origin}: {several}: choose the data once. For several sources write data.mixture=[…].")
     if not files:
         return list(overrides)
+    if len(files) == 1 and files[0].endswith(".json"):
+        _refuse_json_of_other_tool(files[0])
     data = files_in(files[0]) if len(files) == 1 else json.dumps(files, ensure_ascii=False)  # a shell expands *.jsonl
     return [f"data={data}", *(override for override in overrides if override not in files)]
 

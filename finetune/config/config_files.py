@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection
 from glob import iglob
 from pathlib import Path
 from typing import Literal
@@ -121,10 +122,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
         return None
     files = named_files(group)
-    # Names that people know are read as ours: task=lora is task=finetune_lora, and qwen2.5-7b is qwen2_5_7b.
-    spelled = re.sub("[-.]", "_", name.lower())
-    names = (name, spelled, f"finetune_{spelled}", _TASKS_ELSEWHERE.get(name))
-    ours = next((known for known in names if known in files), None)
+    ours = _our_name(name, files)
     if ours is not None:
         return files[ours]
     if group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file():
@@ -136,12 +134,33 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     hint = PATH_INSTEAD.get(group, "")
     if group == RUN_FILES and path_exists(name):
         hint = f"For rows write data={name}, for a model model={name}."
+    if group == RUN_FILES and (override := override_like(name)):
+        hint = f"Did you mean {override}?"
     there = f"There is: {', '.join(sorted(files))}." if files else ""
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
     if group in (*PATH_INSTEAD, RUN_FILES) and not path_exists(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
-    problems.append(" ".join(filter(None, (f"{message}.", there, did_you_mean(name, [*files, *here]), hint))))
+    close = "" if hint.startswith("Did") else did_you_mean(name, [*files, *here])
+    problems.append(" ".join(filter(None, (f"{message}.", there, close, hint))))
     return None
+
+
+def override_like(name: str) -> str:
+    """Return the override that chooses a file of this name in a group, such as ``model=phi4``; empty if there is none.
+
+    The name of a group itself gives ``model=NAME``.
+    """
+    if name in GROUPS:
+        return f"{name}=NAME"
+    ours = {group: _our_name(name, named_files(group)) for group in GROUPS}
+    return next((f"{group}={found}" for group, found in ours.items() if found is not None), "")
+
+
+def _our_name(name: str, files: Collection[str]) -> str | None:
+    """Find a name among ours: task=lora is task=finetune_lora, and model=qwen2.5-7b is qwen2_5_7b."""
+    spelled = re.sub("[-.]", "_", name.lower())
+    names = (name, spelled, f"finetune_{spelled}", _TASKS_ELSEWHERE.get(name))
+    return next((known for known in names if known in files), None)
 
 
 def shown_path(path: Path) -> str:

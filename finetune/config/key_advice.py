@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from finetune.config.config_files import override_like
 from finetune.config.keys import fields, section_class, takes
 from finetune.config.older_spelling import RENAMED
 from finetune.config.other_tools import OUR_NAME
@@ -49,6 +50,8 @@ def how_to_write(override: str, before: str) -> str:
     if takes(key, list):
         items = f"{value},{override}".replace(",,", ",").strip("[],")
         return f"expected key=value. Write a list in brackets: '{key}=[{items}]'."
+    if choice := override_like(override):
+        return f"expected key=value. Did you mean {choice}?"
     return "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
 
 

@@ -6,6 +6,8 @@ Each name has our key, or a sentence if there is no such key. None of these libr
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 NOTHING = "Nothing to set"
 """The beginning of a sentence about a setting that needs no counterpart."""
 MISSING = "No counterpart"
@@ -245,5 +247,13 @@ SENTENCES = _by_sentence(_SENTENCES)
 _NAMES = [(name, meaning) for meaning, names in (*KEYS.items(), *SENTENCES.items()) for name in names.split()]
 OUR_NAME = {name.partition("=")[0]: meaning for name, meaning in _NAMES}
 """What each name is here."""
+_SOME_SETTINGS = 3
 SWITCHES = dict(name.split("=") for name, _ in _NAMES if "=" in name)
 """What the key of a name becomes if the setting is on."""
+
+
+def settings_among(names: Collection[str]) -> list[str]:
+    """Return the settings of other tools among the names in a file, if they are several or all of them."""
+    known = {name.partition(".")[0] for name in OUR_NAME}
+    settings = [name for name in names if name in known]
+    return settings if len(settings) >= _SOME_SETTINGS or len(settings) == len(names) else []

@@ -34,7 +34,7 @@ _TELLING = {
     LLAMA_FACTORY: {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target"},
     AXOLOTL: {"base_model", "micro_batch_size", "sequence_len"},
 }
-"""The names that tell the tool of a file. The first tool that matches counts, `LIBRARIES` if none does."""
+"""The names that tell the tool of a file. The tool with most of them counts, `LIBRARIES` if there are none."""
 _DEFAULTS: dict[str, dict[str, object]] = {
     "DeepSpeed": {},
     LLAMA_FACTORY: {
@@ -51,6 +51,8 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     },
 }
 """What a tool does if its file does not say, where finetune would do something else."""
+_EARLIER_NAMES = {"eval_strategy": "evaluation_strategy"}
+"""Names with a default that the tool read under another name before. A file with that name leaves nothing open."""
 
 _SAY_OBJECTIVE = ("rl", "stage", "num_generations", "loss_type")
 """Names that tell the objective. They are translated first, in this order."""
@@ -86,6 +88,7 @@ class Translation:
         path: the file.
         tool: the name of the tool.
         values: the values of the file and the defaults of the tool, by the tool's names.
+        defaults: the names whose values are defaults.
         settings: our settings. Their origin is a line of the file.
         objective: the value of `training.objective`; None if neither the file nor an override says it.
         came_from: for each of our keys, what it was translated from.
@@ -96,6 +99,7 @@ class Translation:
     path: Path
     tool: str
     values: dict[str, Any]
+    defaults: Collection[str] = ()
     objective: str | None = None
     settings: dict[tuple[str, ...], Setting] = field(default_factory=dict)
     came_from: dict[str, list[str]] = field(default_factory=dict)
@@ -103,8 +107,9 @@ class Translation:
     changed: set[str] = field(default_factory=set)
 
     def first(self, *names: str) -> Any:
-        """Return the first value that these names have, or None."""
-        return next((self.values[name] for name in names if self.values.get(name) not in (None, "auto")), None)
+        """Return the first value that these names have in the file, then of the defaults, or None."""
+        ordered = sorted(names, key=lambda name: name in self.defaults)
+        return next((self.values[name] for name in ordered if self.values.get(name) not in (None, "auto")), None)
 
     @property
     def facts(self) -> ObjectiveFacts:
@@ -223,26 +228,33 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
             f"{shown_path(path)}: holds no setting of axolotl, LLaMA-Factory, Transformers, PEFT, TRL or DeepSpeed. "
             "--from reads their YAML files, and JSON or a dict. For a run file of finetune write run=FILE."
         )
-    tool = next((tool for tool, telling in _TELLING.items() if telling & given), LIBRARIES)
+    tools = sorted((tool for tool in _TELLING if _TELLING[tool] & given), key=lambda tool: -len(_TELLING[tool] & given))
+    tool = tools[0] if tools else LIBRARIES
     unknown = sorted(given - {name.partition(".")[0] for name in OUR_NAME})
     if tool == LIBRARIES and len(unknown) > len(given) / 2:
         raise ConfigError(
             f"{shown_path(path)}: most of its settings ({', '.join(unknown[:3])}, …) belong to none of the tools that "
             "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
         )
-    values = _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings}
+    defaults = {name: value for name, value in _DEFAULTS[tool].items() if not {name, _EARLIER_NAMES.get(name)} & given}
+    values = defaults | {setting.dotted: setting.value for setting in settings}
     if tool == LLAMA_FACTORY and values.get("stage") == "pt" and values.get("packing") is None:  # its default
         values["packing"] = True
         settings.append(Setting(key=("packing",), value=True, origin=f"{shown_path(path)}: default of {tool}"))
-    translation = Translation(path, tool, values, objective)
+    translation = Translation(path, tool, values, defaults.keys(), objective)
+    with_value = {setting.key[0] for setting in settings if setting.value not in (None, False, "", [], {})}
+    for other in tools[1:]:
+        if names := sorted(_TELLING[other] & with_value):
+            sentence = f"This file has names of {other}, too. It is read as a file of {tool}, whose defaults count."
+            translation.notes[sentence] = names
     found = translation.find(str(translation.first("deepspeed") or ""))
     settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []
     translation.values |= {".".join(_without_section(each.key)): each.value for each in settings if len(each.key) > 1}
     order = {name: number for number, name in enumerate(_SAY_OBJECTIVE)}
     for setting in sorted(settings, key=lambda each: order.get(_without_section(each.key)[0], len(order))):
         _translate(setting, translation)
-    for name, value in _DEFAULTS[tool].items():
-        if name not in given and tuple(OUR_NAME[name].split(".")) not in translation.settings:
+    for name, value in defaults.items():
+        if tuple(OUR_NAME[name].split(".")) not in translation.settings:
             _translate(Setting(key=(name,), value=value, origin=f"{shown_path(path)}: default of {tool}"), translation)
     if translation.values.get("bf16") is False and ("training", "precision") not in translation.settings:
         setting = next(setting for setting in settings if setting.dotted == "bf16")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from finetune.config.other_tools import settings_among
 from finetune.config.schema import ROW_COLUMNS
 from finetune.data.columns import (
     MEANINGS,
@@ -20,9 +21,12 @@ from finetune.data.formats import OF_PROMPT, Reads, detect_format, find_unread, 
 from finetune.data.preference_formats import FORMATS_OF
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.values import BadRowError
+from finetune.units import name_first
 
 _OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labelled": "kto", "prompts": "grpo"}
 """The objective that a message proposes for rows of each type."""
+
+_MAX_SETTINGS = 3
 
 
 class ReadRows(Protocol):
@@ -71,6 +75,12 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
         return (
             f"{place} has the columns {show_names(row.value)}: it is one turn. Put the turns of a conversation into "
             "one row, as a list in a column messages."
+        )
+    if settings := settings_among(row.value):
+        file = shlex.quote(examples.source.label)
+        return (
+            f"{place} holds settings of another tool ({name_first(settings, _MAX_SETTINGS)}), and no row. Translate "
+            f"the file with: finetune init --from {file} --file FILE.yaml"
         )
     expected = "; ".join(
         f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[reads].items() if known.needs

@@ -6,9 +6,9 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from glob import glob
+from glob import escape, glob
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +23,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting, warnings_only
 from finetune.runs.durable import describe_os_error
 from finetune.terminal import without_passwords
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from finetune.data.held_out import SplitSize
@@ -36,6 +37,8 @@ _PARTS = "a folder of parts"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SEARCH_SECONDS = 120  # for the files that a pattern matches
 _ROWS_LOOKED_AT = 100
+_MAX_FILES = 20
+"""The most files that a warning names."""
 _SHARE_WITH_TOOLS = 0.1
 """Tools are offered if at least this share of the rows has some."""
 _SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.")
@@ -78,6 +81,8 @@ class _Splits:
     has_slices: bool = False
     not_read: Sequence[str] = ()
     """The files of a folder that belong to no split of the run."""
+    refusal: str = ""
+    """Says which files of a folder are missing from the rows. Only a run that was started before goes on without."""
 
     def has(self, name: str) -> bool:
         return (name.partition("[")[0] if self.has_slices else name) in self.names
@@ -156,10 +161,11 @@ def missing_here(section: DataSection) -> list[str]:
     return list(dict.fromkeys(missing))
 
 
-def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
+def check_local_rows(section: DataSection, reads: Reads | None = None, *, is_new: bool = True) -> None:
     """Refuse files that are not there or cannot be read, before anything is downloaded. The hub is not asked.
 
     With `reads`, the first row of a JSON or CSV file must also have the columns of a format that this objective reads.
+    A new run also refuses a folder of which it would read only a part. Other runs were trained on that part.
 
     Raises:
         ConfigError: see `load_examples`.
@@ -168,7 +174,10 @@ def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
     for source in _sources_of(section):
         if any(map(is_hub_id, as_list(source.path))):
             continue
-        for rows in _find_sources(source).sources.values():
+        at_path, _, sources = _find_sources(source)
+        if is_new and at_path is not None and at_path.refusal:
+            raise DataError(at_path.refusal)
+        for rows in sources.values():
             if rows is None:
                 continue
             rows.check()
@@ -262,8 +271,10 @@ def _load_source(
         if isinstance(source, JoinedRows):
             _log.info("%s: the files in this order: %s", split, ", ".join(part.label for part in source.parts))
     if at_path is not None and at_path.not_read:
-        names = ", ".join(at_path.not_read)
+        names = name_first(at_path.not_read, _MAX_FILES)
         _log.warning("%s: in no split, and not read unless a key of data names them: %s", at_path.label, names)
+    if at_path is not None and at_path.refusal:
+        _log.warning("%s", at_path.refusal)
     splits = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
     if not sizes:
         return splits
@@ -447,14 +458,28 @@ def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
     names = sorted(
         path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file() and path.name[0] != "."
     )
-    in_subfolders = (path for path in folder.glob("*/*") if suffix_of(path) in SUFFIXES)
-    if any(map(_SHARD.search, names)) or (not names and any(in_subfolders)):
-        return _dataset("a data set", section, str(folder))
+    below = [Path(name).relative_to(folder).as_posix() for name in _matching(f"{escape(str(folder))}/**/*")]
+    is_data_set = any(map(_SHARD.search, names)) or bool(below and not names)
+    if is_data_set:
+        from finetune.data.hub import local_files
 
-    def open_file(name: str) -> FileRows:
-        return FileRows(folder / name, f"{label.rstrip('/')}/{name}", separator=section.separator)
+        splits = _dataset("a data set", section, str(folder))
+        read = local_files(section, str(folder))
+    else:
+        splits = _split_folder(
+            label,
+            names,
+            lambda name: FileRows(folder / name, f"{label.rstrip('/')}/{name}", separator=section.separator),
+        )
+        read = [folder / name for name in names]
+    are_read = {path.resolve() for path in read}
+    unread = [name for name in below if (folder / name).resolve() not in are_read]
+    if not unread or section.train is not None:
+        return splits
+    from finetune.data.folders import explain_unread
 
-    return _split_folder(label, names, open_file)
+    not_named, refusal = explain_unread(folder, label, below, unread, is_data_set=is_data_set)
+    return replace(splits, not_read=[*splits.not_read, *not_named], refusal=refusal)
 
 
 def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowSource]) -> _Splits:

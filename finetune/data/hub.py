@@ -95,6 +95,19 @@ def split_names(section: DataSection, path: str) -> list[str]:
         return _ask(section, path, lambda: list(datasets.get_dataset_split_names(path, name, revision=revision)))
 
 
+def local_files(section: DataSection, folder: str) -> list[Path]:
+    """Return the files that `datasets` reads of a local folder.
+
+    Raises:
+        DataError: the data set cannot be read.
+    """
+    import datasets
+
+    with quiet_datasets():
+        files = _ask(section, folder, lambda: datasets.load_dataset_builder(folder, section.name).config.data_files)
+    return [Path(file) for of_split in (files or {}).values() for file in of_split]
+
+
 def open_split(section: DataSection, path: str, split: str) -> FileRows | DatasetRows:
     """Return the rows of a split. The first `data.max_rows` of a hub data set are read without downloading the others.
 

@@ -40,10 +40,20 @@ def files_of_splits(names: Sequence[str]) -> dict[str, list[str]]:
     `train-1.jsonl` and `train-2.jsonl` are parts of one split. If no file is named after a split, all are for training.
     """
     stems = {name: stem_of(PurePath(name)).lower() for name in names}
-    words = {name: set(re.split(r"[\W_\d]+", stem)) for name, stem in stems.items()}
+    words = {name: _words_in(stem) for name, stem in stems.items()}
     splits = {name: [split for split, usual in SPLIT_NAMES.items() if words[name] & set(usual)] for name in names}
     files_of = {}
     for split, usual in SPLIT_NAMES.items():
         alone = [name for word in usual for name in names if stems[name] == word]
         files_of[split] = alone[:1] or [name for name in names if splits[name] == [split]]
     return {split: files for split, files in files_of.items() if files} or {"train": list(names)}
+
+
+def names_split(path: str) -> bool:
+    """Return whether a file, or a folder in its path, is named after a split."""
+    words = _words_in(path.lower())
+    return any(words & set(usual) for usual in SPLIT_NAMES.values())
+
+
+def _words_in(name: str) -> set[str]:
+    return set(re.split(r"[\W_\d]+", name))

@@ -15,6 +15,7 @@ from finetune.data.examples import check_local_rows, missing_here
 from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.model.from_hub import locate, repository_of
+from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.units import counted, name_first
 
@@ -141,14 +142,15 @@ def check_inputs(config: Config, *, needs_weights: bool) -> None:
         ModelError: a folder is missing, or the hub does not give the model and its cache does not have all of it.
     """
     check_paths(config)
+    is_new = config.resume == "never" or not RunFolder(config.output_dir).holds_run()
     at_hub = list(_parts_at_hub(config.model, needs_weights=needs_weights))
     if not at_hub:
-        check_local_rows(config.data, None)
+        check_local_rows(config.data, None, is_new=is_new)
         return
     from finetune.model.local_files import has_to_use_cache, missing_from_cache
 
     is_to_download = any(missing_from_cache(repository, part) for repository, part, _ in at_hub)
-    check_local_rows(config.data, config.objective.reads if is_to_download else None)
+    check_local_rows(config.data, config.objective.reads if is_to_download else None, is_new=is_new)
     for repository, part, key in at_hub:
         has_to_use_cache(repository, part, key)
 

@@ -1,11 +1,15 @@
 """Flags do what overrides do: `--training.max-steps 5` is `training.max_steps=5`."""
 
 import json
+import re
 
 import pytest
 
+from finetune.cli.overrides import config_from_overrides
 from finetune.config.compose import as_overrides, compose
-from finetune.errors import ConfigError
+from finetune.config.schema import DataSection
+from finetune.data.examples import check_local_rows
+from finetune.errors import ConfigError, DataError
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY
 
@@ -30,12 +34,35 @@ from tests.launches import REPOSITORY
         ("--config lora.yaml --config=full.yaml", "run=lora.yaml run=full.yaml"),
         ("--no-strict --no-training.drop-last quickstart", "strict=false training.drop_last=false quickstart"),
         ("--lr 1e-4", "lr=1e-4"),
+        ("--resume", "resume=auto"),
+        ("--resume never", "resume=never"),
+        ("--resume output_dir=runs/x", "resume=auto output_dir=runs/x"),
+        ("--resume quickstart", "resume=auto quickstart"),
+        ("--output-dir seed=1", "output_dir=seed=1"),
     ],
 )
 def test_flags_are_overrides(typed, overrides):
     own_options = ["--device", "--retry-failed", "--json", "-h", "--help"]
     assert as_overrides(typed.split(), own_options) == overrides.split()
     assert as_overrides(overrides.split(), own_options) == overrides.split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        (["phi4", "chats.jsonl"], r"Did you mean model=phi4\?"),
+        (["chats.jsonl", "phi4-mini"], r"phi4-mini: expected key=value\. Did you mean model=phi4_mini\?"),
+        (["model", "phi_tiny"], r"Did you mean model=NAME\?"),
+        (["dpo"], r"Did you mean task=finetune_preferences\?"),
+        (["orders"], r"Did you mean data=orders\?"),
+        (["quickstarts"], r"Did you mean quickstart\?"),
+    ],
+)
+def test_a_name_without_its_key_is_answered_with_the_key(tmp_path, monkeypatch, typed, advice):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").touch()
+    with pytest.raises(ConfigError, match=advice):
+        config_from_overrides(typed)
 
 
 def test_recipes_and_commands_take_flags(tmp_path):
@@ -59,6 +86,27 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
     assert "finetune init --from peer.yml" in done.errors
     (tmp_path / "ours.yml").write_text("base_model: x\nadapter: x\nlora_r: 8\nlora.r: 8\n")
     assert "--from" not in run_finetune("train", "ours.yml").errors
+
+
+@pytest.mark.parametrize(
+    ("file", "is_refused"),
+    [
+        ({"output_dir": "out", "learning_rate": 5e-5, "num_train_epochs": 3.0, "x": 1}, True),
+        ({"zero_optimization": {"stage": 3}, "train_batch_size": 8}, True),
+        ({"prompt": "q", "completion": "a"}, False),
+        ([{"output_dir": "out", "learning_rate": 5e-5, "num_train_epochs": 3.0}], False),
+    ],
+)
+def test_json_of_another_tool_is_no_file_of_rows(tmp_path, monkeypatch, file, is_refused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ta.json").write_text(json.dumps(file))
+    with pytest.raises(ConfigError) as caught:  # at least: there is no model
+        config_from_overrides(["ta.json"])
+    message = r"settings of another tool \(.*\), and no rows?\. Translate the file with: finetune init --from ta\.json"
+    assert bool(re.search(message, str(caught.value))) == is_refused
+    if is_refused:
+        with pytest.raises(DataError, match=message):
+            check_local_rows(DataSection(path="ta.json"), "answers")
 
 
 @pytest.mark.parametrize(

@@ -487,6 +487,43 @@ def test_the_loss_of_trl_says_the_objective(loss, objective):
         assert "DECIDE: The loss" not in text
 
 
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("epoch", {}),
+        ("steps", {"validation.validate_every": 20}),
+        ("no", {"data.validation": None}),
+    ],
+)
+@pytest.mark.parametrize("name", ["eval_strategy", "evaluation_strategy"])
+def test_the_earlier_name_of_eval_strategy_wins_over_its_default(tmp_path, name, strategy, settings):
+    file = tmp_path / "e.json"
+    file.write_text(json.dumps({"output_dir": "out", "num_train_epochs": 3.0, name: strategy, "eval_steps": 20}))
+    translated = translate_file(file).settings
+    keys = ("data.validation", "validation.validate_every")
+    assert {key: translated[path].value for key in keys if (path := tuple(key.split("."))) in translated} == settings
+
+
+def test_a_name_of_another_tool_does_not_change_the_tool_of_a_file(tmp_path):
+    file = tmp_path / "a.yml"
+    text = (
+        "base_model: org/base\nmicro_batch_size: 2\nsequence_len: 512\ngradient_accumulation_steps: 4\nadapter: lora\n"
+    )
+    file.write_text(text)
+    alone = translate_file(file)
+    file.write_text(f"{text}lora_rank: 64\n")
+    both = translate_file(file)
+    assert both.tool == alone.tool == "axolotl"
+    decide, _ = both.comments(())
+    assert any("DECIDE: This file has names of LLaMA-Factory, too." in line for line in decide)
+    assert {path: it.value for path, it in both.settings.items()} == {
+        **{path: it.value for path, it in alone.settings.items()},
+        ("lora", "r"): 64,
+    }
+    file.write_text("stage: sft\ncutoff_len: 512\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n")
+    assert translate_file(file).settings["training", "global_batch_size"].value == 8
+
+
 @pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
 def test_python_code_is_named_as_such_and_the_way_that_is_named_works(name):
     from peft import LoraConfig

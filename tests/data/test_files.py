@@ -23,6 +23,7 @@ def row(text: str) -> bytes:
 
 A, B, C = row("a"), row("b"), row("c")
 TABLE = b"prompt,completion\nq,a\nq,b\n"
+DECLARED = b"---\nconfigs:\n- config_name: default\n  data_files: a/*\n---\n"
 ONE_LIST = b'[\n{"prompt": "q", "completion": "a"},\n{"prompt": "q", "completion": "b"}\n]\n'
 
 
@@ -123,6 +124,61 @@ def test_the_separator_decides_what_is_encoded(make_section, put):
     assert keys[0] != keys[1]
     mixture = [{"path": "a.csv"}, {"path": "a.csv", "separator": ";", "columns": {"text": "y"}}]
     assert load_examples(make_section(mixture=mixture)).train[1].contents[-1] == "z"
+
+
+@pytest.mark.parametrize(
+    ("files", "missing", "advice"),
+    [
+        ({"d/a/1.jsonl": A, "d/b/2.csv": TABLE}, "b/2.csv", ("'d/**/*'", "'d/**/*.jsonl'")),
+        ({"d/1.jsonl": A, "d/sub/2.jsonl": B}, "sub/2.jsonl", ("'d/**/*'", "'d/*'")),
+        ({"d/train/1.jsonl": A, "d/train/2.jsonl": A, "d/train/3.csv": TABLE}, "train/3.csv", ()),
+    ],
+)
+def test_a_new_run_refuses_a_folder_of_which_a_part_would_be_read(make_section, put, logged, files, missing, advice):
+    put(files)
+    section = make_section(path="d")
+    with pytest.raises(DataError, match=rf"1 file in it would not be read: {missing}\. The reason") as caught:
+        check_local_rows(section)
+    for pattern, num_files in zip(advice, (2, 1), strict=False):
+        assert f"data.path={pattern}" in str(caught.value)
+        checked = make_section(path=pattern.strip("'"))
+        check_local_rows(checked)
+        parts = load_examples(checked).train.source.parts if num_files == 2 else [None]
+        assert len(parts) == num_files
+    if not advice:
+        assert "data.train=" in str(caught.value)
+    check_local_rows(make_section(path="d", train=f"d/{next(iter(files))[2:]}"))  # names the rows
+    check_local_rows(section, is_new=False)  # a run that was started with these rows
+    assert answers(load_examples(section).train) in ("a", "aa")
+    assert any(f"would not be read: {missing}" in line for line in logged())
+
+
+@pytest.mark.parametrize(
+    ("files", "warned"),
+    [
+        ({"d/2024/jan/1.jsonl": A, "d/2024/feb/2.jsonl": B}, ""),
+        ({"d/train.jsonl": A, "d/old/train.jsonl": B}, "old/train.jsonl"),
+        ({"d/train/1.jsonl": A, "d/more/2.jsonl": B}, "more/2.jsonl"),
+        ({"d/1.jsonl": A, "d/runs/r/metrics.jsonl": b"{}", "d/runs/r/config.yaml": b""}, ""),
+        ({"d/1.jsonl": A, "d/model/config.json": b"{}", "d/.git/2.jsonl": B}, ""),
+        (
+            {
+                "d/README.md": b"---\nconfigs:\n- config_name: x\n  data_files: a/*\n---",
+                "d/a/1.jsonl": A,
+                "d/b/2.csv": B,
+            },
+            "",
+        ),
+    ],
+)
+def test_files_in_subfolders_that_are_read_or_are_no_rows(make_section, put, logged, files, warned):
+    put(files)
+    section = make_section(path="d")
+    check_local_rows(section)
+    load_examples(section)
+    assert [line for line in logged() if "not read" in line] == (
+        [f"d: in no split, and not read unless a key of data names them: {warned}"] if warned else []
+    )
 
 
 PARTS = {

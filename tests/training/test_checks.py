@@ -9,7 +9,7 @@ from finetune.config import load_config
 from finetune.config.compose import compose
 from finetune.errors import ConfigError, DataError, FinetuneError, ModelError
 from finetune.training import train as training
-from finetune.training.checks import check_objective, check_paths
+from finetune.training.checks import check_inputs, check_objective, check_paths
 
 NO_ROWS = "data.path is nowhere.jsonl, but there is no such file or folder. Correct the path."
 NO_DEV = "data.validation is gone.csv.gz, but there is no such file. Correct the path."
@@ -56,6 +56,21 @@ def test_what_may_be_elsewhere_is_no_missing_path(tmp_path: Path, monkeypatch: p
         with pytest.raises(ModelError) as caught:
             check_paths(load_config([*words, "data.test=memory://dev.jsonl"]))
         assert str(caught.value).startswith(NO_MODEL), "the model is the only problem"
+
+
+def test_a_run_that_was_trained_on_a_part_of_a_folder_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows/a.jsonl", "rows/more/b.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text('{"prompt": "a", "completion": "b"}\n')
+    words = ["model=phi_tiny", "data=./rows", "output_dir=run"]
+    with pytest.raises(DataError, match=r"1 file in it would not be read: more/b\.jsonl"):
+        check_inputs(load_config([*words, "resume=auto"]), needs_weights=True)
+    Path("run").mkdir()
+    Path("run/run.json").touch()
+    check_inputs(load_config([*words, "resume=auto"]), needs_weights=True)
+    with pytest.raises(DataError):
+        check_inputs(load_config(words), needs_weights=True)
 
 
 def test_a_server_for_rollouts_takes_adapters_only() -> None:

@@ -1,0 +1,72 @@
+"""Find the files of rows in a folder that a run would not read, and say how to read them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from glob import escape
+from pathlib import Path, PurePath
+
+from finetune.config.config_files import SAVED_CONFIG
+from finetune.data.readers import suffix_of
+from finetune.data.splits import names_split
+from finetune.units import counted, name_first
+
+_NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+"""Files that describe a data set or a model. `datasets` takes none of them for rows."""
+_DECLARED = re.compile(r"^[\s-]*data_files\s*:", re.MULTILINE)
+_DECLARATIONS = ("README.md", ".huggingface.yaml")
+_MAX_NAMED = 3
+
+
+def explain_unread(
+    folder: Path, label: str, below: Sequence[str], unread: Sequence[str], *, is_data_set: bool
+) -> tuple[Sequence[str], str]:
+    """Explain which files of rows in a folder are not read although the folder is `data.path`.
+
+    A data set that declares its files in its README leaves out the others on purpose, and a subfolder may be a run.
+
+    Args:
+        folder: the folder.
+        label: the folder as the user would name it.
+        below: the files of rows in the folder and in its subfolders, relative to the folder.
+        unread: those of them that are not read.
+        is_data_set: whether `datasets` reads the folder. Otherwise the files of the folder itself are read.
+
+    Returns:
+        The files beside those of the splits, and a refusal: it says which files are missing from the rows, and how to
+        read them. The refusal is empty if none are missing.
+    """
+    if is_data_set and any(_DECLARED.search(_text_of(folder / name)) for name in _DECLARATIONS):
+        return [], ""
+    read = [name for name in below if name not in {*unread}]
+    unread = [name for name in unread if PurePath(name).name not in _NO_ROWS and not _is_of_run(folder, name)]
+    has_splits = any(map(names_split, read))
+    if has_splits and not is_data_set:
+        return unread, ""
+    missing = [name for name in unread if not has_splits or names_split(name)]
+    not_named = [name for name in unread if name not in {*missing}]
+    if not missing:
+        return not_named, ""
+    if not is_data_set:
+        why, fewer = "a folder with files of its own is read without its subfolders", "*"
+    else:
+        suffix = next(iter(Counter(map(suffix_of, read))), "")
+        why, fewer = "the files of a data set have one suffix", f"**/*{suffix}"
+    start = escape(label.rstrip("/"))
+    every, some = (f"data.path={shlex.quote(f'{start}/{pattern}')}" for pattern in ("**/*", fewer))
+    advice = f"To read all files, set {every}. To leave these out, set {some}."
+    if any(map(names_split, below)):
+        advice = "Name the files of each split instead: data.train='[…]' data.validation='[…]'."
+    names = f"{counted(len(missing), 'file')} in it would not be read: {name_first(missing, _MAX_NAMED)}"
+    return not_named, f"data.path is {label}, and {names}. The reason: {why}. {advice}"
+
+
+def _is_of_run(folder: Path, name: str) -> bool:
+    return any((folder / parent / SAVED_CONFIG).is_file() for parent in PurePath(name).parents if parent.name)
+
+
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
