@@ -102,6 +102,11 @@ def evaluate_model(
             answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
             unended[name] = count_unended(model, asked, ids, section.max_new_tokens) if is_writer else 0
     measured = {name: measured_values(metrics, texts, dialogue.expected) for name, texts in answers.items()}
+    row_contents = [*examples.digests(with_targets=True)]
+    contents = {
+        name: [row_contents[row] for row, _ in zip(dialogue.rows, values, strict=False)]
+        for name, values in measured["tuned"].items()
+    }
     subsets: dict[str, Evaluation] = {}
     if examples.subset_names:
         from finetune.inference.subset_scores import evaluate_subsets
@@ -125,6 +130,7 @@ def evaluate_model(
             for place, row in enumerate(chosen if is_writer else ())
         ),
         rows={name: RowValues(*losses[name].tolist(), measured[name]) for name in names},
+        contents={"loss": row_contents, **contents},
         num_left_out=loader.num_left_out,
         num_unended=unended,
         num_answers=len(chosen),
