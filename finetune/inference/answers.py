@@ -107,7 +107,7 @@ class AnswerReader:
         while separator:
             value, end = _leading_json(rest)
             for call in value if isinstance(value, list) else [value]:
-                if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+                if not _is_call(call, has_mark=bool(mark)):
                     problem = f"the call {quote(rest)} is not JSON with a name and arguments" if mark else ""
                     return text, [], problem, ""
                 calls.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
@@ -163,6 +163,15 @@ def _calls_as_json(calls: Sequence[Any]) -> str:
     except UnicodeEncodeError:  # the model wrote half a surrogate pair, which no file can hold
         return json.dumps(calls)
     return text
+
+
+def _is_call(value: Any, *, has_mark: bool) -> bool:
+    """Return whether a JSON value is a call. Without a mark it may be an answer in JSON, which may have a name too."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return False
+    has_type = value.get("type", "function") == "function"
+    keys = value.keys() - {"type", "id"}
+    return has_mark or (has_type and keys in ({"name", "arguments"}, {"name", "parameters"}))
 
 
 def _leading_json(text: str) -> tuple[Any, int]:

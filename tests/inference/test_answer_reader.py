@@ -92,6 +92,28 @@ def test_half_a_surrogate_pair_in_a_call_is_text_that_can_be_written():
     assert json.loads(found.text) == list(found.calls)
 
 
+BARE = HERMES.replace("'<tool_call>\n' + ", "").replace("'\n</tool_call>'", "''")
+
+
+def test_without_marks_only_json_with_a_name_and_arguments_is_a_call():
+    tokens = tokens_with(BARE)
+    assert AnswerReader(tokens).call_marks == ("", "")
+    for text in (
+        '{"name": "Ana Silva", "city": "Porto"}',
+        '{"name": "Ana Silva"}',
+        '[{"name": "Ana", "arguments": 1, "a": 2}]',
+    ):
+        found = read(tokens, text)
+        assert (found.calls, found.content) == ((), text)
+        assert found.as_turn()["content"] == text
+    for key in ("arguments", "parameters"):
+        for more in ("", '"type": "function", ', '"id": "call00000", '):
+            text = f'{{{more}"name": "a", "{key}": {{"b": 1}}}}'
+            found = read(tokens, text)
+            assert found.calls == ({"name": "a", "arguments": {"b": 1}},)
+            assert found.text == text
+
+
 def test_rows_are_scored_after_the_thinking():
     tokens = tokens_with("phi4_mini")
     answers = [{"content": "yes", "thinking": "It is."}, {"tool_calls": [{"function": CALL}]}]
