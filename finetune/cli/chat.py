@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from itertools import takewhile
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -39,7 +40,7 @@ _PROMPT = "> "
 _COMMANDS = {
     "/reset": "forget the conversation",
     "/system TEXT": "set the system turn and start again; - removes it, and without TEXT it is shown",
-    "/tool TEXT": "give the result of a tool that the model has called",
+    "/tool TEXT": "give the result of a tool that the model has called; of several calls, the first that has none",
     "/compare": "switch the answers of the base on or off",
     "/help": "this list",
     "/exit": "leave, like Ctrl-D",
@@ -88,20 +89,24 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, role: str, text: str) -> None:
-        """Add a turn of the user or the result of a tool."""
+        """Add a turn of the user, or the result of the first tool call that waits for one."""
         from finetune.data.turns import text_turn
 
-        self.turns.append(text_turn(role, text))
+        call = {"tool_call_id": self.waiting_calls[0]["id"]} if role == "tool" else {}
+        self.turns.append(text_turn(role, text) | call)
 
     @property
-    def waits_for_tool(self) -> bool:
-        """Whether the last answer calls a tool."""
-        return bool(self.turns) and bool(self.turns[-1].get("tool_calls"))
+    def waiting_calls(self) -> list[dict[str, Any]]:
+        """The tool calls of the last answer that have no result yet."""
+        results = list(takewhile(lambda turn: turn["role"] == "tool", reversed(self.turns)))
+        before = self.turns[: len(self.turns) - len(results)]
+        return before[-1].get("tool_calls", [])[len(results) :] if before else []
 
     def answer(self, answer: Answer) -> None:
         """Add the assistant's turn. If it is empty, remove the question instead, because templates expect an answer."""
         if answer.text:
-            self.turns.append(answer.as_turn())
+            num_calls = sum(len(turn.get("tool_calls", ())) for turn in self.turns)
+            self.turns.append(answer.as_turn(num_earlier_calls=num_calls))
         else:
             self.forget_unanswered()
 
@@ -212,11 +217,14 @@ class ChatSession:
                 conversation.system = None if text == "-" else text
                 conversation.turns.clear()
             self._note(self._describe_system())
-        elif command == "/tool" and conversation.waits_for_tool:
+        elif command == "/tool" and conversation.waiting_calls:
             conversation.add("tool", text)
-            self._answer_last_turn()
+            if waiting := conversation.waiting_calls:
+                self._note(f"the call of {waiting[0]['function']['name']} waits for its result: /tool TEXT.")
+            else:
+                self._answer_last_turn()
         elif command == "/tool":
-            self._note("the last answer calls no tool.")
+            self._note("the last answer calls no tool that waits for its result.")
         elif command == "/compare" and self._generator.has_base:
             self._compare = not self._compare
             self._note(f"the base answers {'too' if self._compare else 'no longer'}.")

@@ -47,11 +47,17 @@ class Answer(NamedTuple):
     problem: str = ""
     """Why a call that the answer begins cannot be read; empty if there is no problem."""
 
-    def as_turn(self) -> Turn:
-        """Return the turn of the assistant, for a template to render in the next prompt."""
+    def as_turn(self, *, num_earlier_calls: int = 0) -> Turn:
+        """Return the turn of the assistant, for a template to render in the next prompt.
+
+        Its calls have ids, which some templates need. `num_earlier_calls` are those of the conversation before it.
+        """
         turn = text_turn("assistant", self.content)
         turn |= {REASONING_KEYS[0]: self.reasoning} if self.reasoning else {}
-        calls = [{"type": "function", "function": call} for call in self.calls]
+        calls = [
+            {"type": "function", "id": f"call{number:05}", "function": call}
+            for number, call in enumerate(self.calls, start=num_earlier_calls)
+        ]
         return turn | ({"tool_calls": calls} if calls else {})
 
 

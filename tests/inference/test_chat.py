@@ -35,17 +35,37 @@ def test_a_conversation_remembers_turns_and_takes_back_what_had_no_answer():
 def test_a_call_waits_for_its_result():
     talk = Conversation("Be brief.", tools='[{"name": "weather"}]')
     talk.add("user", "a")
-    assert not talk.waits_for_tool
+    assert not talk.waiting_calls
     talk.answer(Answer("[…]", "I must look.", "", ({"name": "weather", "arguments": {}},)))
-    assert talk.waits_for_tool
+    assert talk.waiting_calls
     talk.add("tool", "31")
+    assert not talk.waiting_calls
     prompt = talk.as_prompt()
     assert prompt.tools == talk.tools
     assert [turn["role"] for turn in prompt.messages] == ["system", "user", "assistant", "tool"]
     assert prompt.messages[2]["reasoning_content"] == "I must look."
-    assert prompt.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    call = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": {}}}
+    assert prompt.messages[2]["tool_calls"] == [call]
+    assert prompt.messages[3] == {"role": "tool", "content": "31", "tool_call_id": "call00000"}
     talk.forget_unanswered()
-    assert talk.waits_for_tool
+    assert talk.waiting_calls == [call]
+
+
+def test_each_of_several_calls_gets_a_result_with_its_own_id():
+    talk = Conversation()
+    both = tuple({"name": name, "arguments": {}} for name in ("first", "second"))
+    for _ in range(2):
+        talk.add("user", "a")
+        talk.answer(Answer("[…]", calls=both))
+        talk.add("tool", "1")
+        assert [call["function"]["name"] for call in talk.waiting_calls] == ["second"]
+        talk.add("tool", "2")
+        assert not talk.waiting_calls
+        talk.answer(Answer("b", content="b"))
+        assert not talk.waiting_calls
+    ids = [turn["tool_call_id"] for turn in talk.turns if turn["role"] == "tool"]
+    assert ids == [call["id"] for turn in talk.turns for call in turn.get("tool_calls", ())]
+    assert len(set(ids)) == 4
 
 
 @pytest.fixture
