@@ -96,8 +96,9 @@ def prepare_streams() -> None:
 
     Streams that are closed are opened on the null device. Characters that the encoding of stdout or stderr lacks do
     not raise UnicodeEncodeError: decoration is written in ASCII (``...`` for an ellipsis), and every other character as
-    an escape (``\\u4ef7``). A stream with an error handler that the user chose keeps it
-    (``PYTHONIOENCODING=ascii:replace``). A stderr that nobody reads ends no command. A traceback has no control
+    an escape (``\\u4ef7``). Bytes of stdin that are no text do not raise UnicodeDecodeError: they are read as halves of
+    surrogate pairs, which are refused where text is expected. A stream with an error handler that the user chose keeps
+    it (``PYTHONIOENCODING=ascii:replace``). A stderr that nobody reads ends no command. A traceback has no control
     sequences.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -108,8 +109,11 @@ def prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115
-        elif number and type(stream) is TextIOWrapper and not stream.closed:
-            setattr(sys, name, _prepared(stream, number))
+        elif type(stream) is TextIOWrapper and not stream.closed:
+            if number:
+                setattr(sys, name, _prepared(stream, number))
+            elif stream.errors == "strict":
+                stream.reconfigure(errors="surrogateescape")
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show_exception
 

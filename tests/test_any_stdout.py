@@ -67,6 +67,13 @@ def test_decoration_has_a_form_in_ascii_and_an_error_handler_that_the_user_chose
     sys.stderr.close()
 
 
+@pytest.mark.parametrize(("errors", "read_as"), [("strict", "caf\udce9"), ("replace", "caf\ufffd")])
+def test_bytes_of_stdin_that_are_no_text_do_not_raise_before_they_are_refused(errors, read_as, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors))
+    prepare_streams()
+    assert sys.stdin.read() == read_as
+
+
 @pytest.mark.parametrize("encoding", ESCAPED)
 def test_the_columns_of_a_table_stay_aligned_and_json_reads_back(encoding, monkeypatch):
     shown = written_by(

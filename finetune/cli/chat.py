@@ -150,7 +150,9 @@ class ChatSession:
             if line == "/exit":
                 return
             try:
-                if line.startswith("/") and not line.startswith("//"):
+                if not _is_text(line):
+                    self._note("not sent: the line has bytes that are not text; expected UTF-8.")
+                elif line.startswith("/") and not line.startswith("//"):
                     name, _, text = line.partition(" ")
                     self._obey(name, text.strip())
                 elif line:
@@ -250,3 +252,12 @@ class ChatSession:
         sys.stdout.flush()
         sys.stderr.write(f"{fold(text, sys.stderr, indent='  ')}\n")
         sys.stderr.flush()
+
+
+def _is_text(line: str) -> bool:
+    """Return whether a line was read as text: Python reads other bytes as halves of surrogate pairs."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -33,7 +33,8 @@ def parse_text(value: object, where: str) -> str:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise BadRowError(
-                f"{where} has half a surrogate pair at character {error.start + 1}; expected Unicode"
+                f"{where} has half a surrogate pair, or a byte that is no text, at character {error.start + 1}; "
+                "expected Unicode"
             ) from None
     return value
 

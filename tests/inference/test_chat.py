@@ -140,6 +140,12 @@ def test_a_conversation_that_outgrows_the_context_can_begin_anew(piped, adapter_
     assert len(shown.splitlines()) >= 1
 
 
+def test_a_line_that_is_not_text_is_not_sent_and_the_chat_goes_on(piped, adapter_run, answers):
+    shown, notes = piped(adapter_run, "caf\udce9", "/system caf\udce9", ORDER)
+    assert notes.count("not sent: the line has bytes that are not text; expected UTF-8.") == 2
+    assert shown == f"{answers()[1]}\n"
+
+
 class Screen(Terminal):
     """A terminal that is waited for."""
 

@@ -121,6 +121,9 @@ def test_a_text_through_a_pipe_is_one_prompt_and_json_lines_are_several(asked, a
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     with pytest.raises(DataError, match="standard input is blank"):
         asked(adapter_run)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("caf\udce9"))
+    with pytest.raises(DataError, match="standard input: it has half a surrogate pair, or a byte that is no text, at"):
+        asked(adapter_run)
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Two pens."}\n"330 notebooks to Tamara"\n'))
     assert asked(adapter_run, from_file="-") == asked(adapter_run, PROMPTS[1:])
 
