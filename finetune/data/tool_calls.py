@@ -20,12 +20,24 @@ def parse_calls(calls: object, where: str) -> list[dict[str, Any]]:
     return [_parse_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
 
 
-def join_calls(turns: list[dict[str, Any]]) -> None:
-    """Join the last turn, which is tool calls, to a turn of the assistant just before it."""
+def join_calls(turns: list[dict[str, Any]], where: str) -> None:
+    """Join the last turn, which is tool calls, to a turn of the assistant just before it. `where` names the last turn.
+
+    Raises:
+        BadRowError: the last turn has thinking, which would stand before the text of the turn that it is joined to.
+    """
     *_, before, last = [{"role": "user", "content": ""}, *turns]
-    if before["role"] == "assistant" and before.get("weight", 1) == last.get("weight", 1):
-        before["tool_calls"] = [*before.get("tool_calls", ()), *last["tool_calls"]]
-        turns.pop()
+    if before["role"] != "assistant" or before.get("weight", 1) != last.get("weight", 1):
+        return
+    thinking = last.get("reasoning_content")
+    if thinking is not None and thinking != before.get("reasoning_content"):
+        raise BadRowError(
+            f"{where} has reasoning_content, but its call belongs to the answer in the turn before it, and an answer "
+            "thinks before its text; expected the thinking in the turn before it"
+        )
+    before["tool_calls"] = [*before.get("tool_calls", ()), *last["tool_calls"]]
+    before |= {key: value for key, value in last.items() if key not in before}
+    turns.pop()
 
 
 def check_links(turns: Sequence[Mapping[str, Any]], column: str) -> None:

@@ -113,7 +113,7 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
         if str(turn.get(keys.role)).lower() in _CALL_ROLES:
             from finetune.data.tool_calls import join_calls
 
-            join_calls(parsed)
+            join_calls(parsed, f"{column}[{number}]")
     weights = [turn.pop("weight", 1) for turn in parsed]
     offered = [turn.pop("tools") for turn in parsed if "tools" in turn]
     of_row = parse_tools(tools)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.chat_template import ChatTemplate, use_chat_template
 from finetune.data.encoded import EncodedExamples
 from finetune.data.turns import Turn, parse_turns
+from finetune.data.values import BadRowError
 from finetune.errors import ConfigError, DataError
 from tests.data.conftest import encode_train
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
@@ -119,6 +120,23 @@ def test_a_turn_that_cannot_be_used_says_why(make_section, write_jsonl, turn, pr
     with pytest.raises(DataError) as caught:
         encode_train(make_section(path=write_jsonl([row])))
     assert problem in str(caught.value)
+
+
+def test_what_a_turn_of_calls_has_is_not_lost_when_it_is_joined_to_the_answer_before_it():
+    call = {"role": "function_call", "content": '{"name": "weather", "arguments": {}}'}
+
+    def answer(before, last):
+        turns = [QUESTION, {"role": "assistant", "content": "One moment.", **before}, {**call, **last}]
+        return parse_turns(turns, "messages").turns[-1]
+
+    thinking = {"reasoning_content": "I must look."}
+    usual = answer(thinking, {})
+    assert (usual["content"], usual["reasoning_content"]) == ("One moment.", "I must look.")
+    assert answer(thinking, {"thinking": "I must look."}) == usual
+    assert answer({"a": 1}, {"a": 2, "b": 3}).items() >= {"a": 1, "b": 3}.items()
+    for before in ({}, {"thinking": "Hm."}):
+        with pytest.raises(BadRowError, match=r"messages\[2\] has reasoning_content.*in the turn before it"):
+            answer(before, thinking)
 
 
 def test_a_result_of_no_call_is_refused(make_section, write_jsonl):
