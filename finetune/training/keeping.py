@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,8 +32,9 @@ from finetune.inference.losses import SplitLosses, sum_losses
 from finetune.inference.prompts import encode_prompt, read_general_prompts, read_prompts_file
 from finetune.limits import is_own_file, open_regular
 from finetune.logs import waiting
-from finetune.model.base import longrope_boundary
+from finetune.model.base import longrope_boundary, max_context
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run
+from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import FORGOTTEN
 from finetune.runs.model_files import LoadedRun, has_adapter
 from finetune.units import counted
@@ -202,10 +204,7 @@ class Keeper:
 
     def _ask_base(self) -> None:
         runtime, (model, tokenizer), config = self._runtime, self._tuned, self._setup.config
-        path = recorded_paths(self._setup.folder.path).get("testing.general_prompts", config.testing.general_prompts)
-        prompts = read_general_prompts(path)
-        few = [prompts[row] for row in sorted(shuffled(len(prompts), 0)[:_MOST_PROMPTS])]
-        ids = [encode_prompt(AnswerTokens(tokenizer), prompt) for prompt in few]
+        ids = encode_measured_prompts(config, model, tokenizer)
         decoding = _greedy(model, tokenizer, MAX_NEW_TOKENS)
         with model.disable_adapter(), waiting("answering general prompts with the base"):
             answers = generate_answers(model, ids, decoding, batch_size=AT_ONCE, runtime=_together(runtime))
@@ -213,6 +212,26 @@ class Keeper:
         own = batches[runtime.rank :: runtime.world_size] if self._shares_prompts else batches
         self._watched = [([ids[row] for row in rows], [answers[row] for row in rows]) for rows in own]
         self._num_prompts = len(ids)
+
+
+def encode_measured_prompts(config: Config, model: Any, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Encode the general prompts on which validations measure the divergence.
+
+    Raises:
+        DataError: the model cannot take one of them.
+    """
+    key, context = "testing.general_prompts", max_context(model) or math.inf
+    recorded = recorded_paths(RunFolder(config.output_dir).path)
+    prompts = read_general_prompts(recorded.get(key, config.testing.general_prompts))
+    few = [prompts[row] for row in sorted(shuffled(len(prompts), 0)[:_MOST_PROMPTS])]
+    encoded = [encode_prompt(AnswerTokens(tokenizer), prompt) for prompt in few]
+    for prompt, ids in zip(few, encoded, strict=True):
+        if len(ids) >= context:
+            raise DataError(
+                f"{prompt.source} has {len(ids):,} tokens, and the model's context of {context:,} leaves no room for "
+                f"an answer. Shorten it, or name other prompts in {key}."
+            )
+    return encoded
 
 
 def warn_of_forgetting(config: Config, state: TrainerState) -> None:

@@ -186,6 +186,10 @@ def _check(
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)
+    if config.early_stopping.max_forgotten is not None:
+        from finetune.training.keeping import encode_measured_prompts
+
+        encode_measured_prompts(config, model, tokenizer)  # before step 1, and not in the first validation
     runtime.collectives.agree_set_up()
     runtime.collectives.refuse_differences("the data", "/".join(_digests_of_rows(splits)))
     has_base = config.training.method == "lora" and config.model.init == "pretrained"

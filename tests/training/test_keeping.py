@@ -202,3 +202,18 @@ def test_two_processes_share_the_prompts_and_give_one_curve(run, alone, tmp_path
 def test_wrong_values_are_refused(run, tmp_path, words, message):
     with pytest.raises((ConfigError, DataError), match=message):
         run("refused", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("what is <|end|> for?", r"general\.jsonl:2: .* contains <\|end\|>, a special token"),
+        ("pens " * 3000, r"general\.jsonl:2 has [\d,]+ tokens, and the model's context of 2,048 leaves no room"),
+    ],
+)
+def test_a_general_prompt_that_the_model_cannot_take_is_refused_before_the_run(run, tmp_path, text, message):
+    prompts = tmp_path / "general.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Hello.", text)))
+    with pytest.raises(DataError, match=message):
+        run("refused", f"{BOUND}=1", f"testing.general_prompts={prompts}")
+    assert not (tmp_path / "refused").exists()
