@@ -132,7 +132,7 @@ def _lengths(config: Config, steps: int, real_steps: int | None) -> dict[str, An
         "testing.max_new_tokens": min(config.testing.max_new_tokens, MOST_NEW_TOKENS),
     }
     is_rewarded = config.objective.generates_answers
-    if is_rewarded:
+    if is_rewarded and not config.rollout.environment:  # the limit also counts what `reset` adds to a prompt
         chosen["rollout.max_completion_length"] = min(config.rollout.max_completion_length, MOST_NEW_TOKENS)
     if config.validation.metrics:
         chosen["validation.max_new_tokens"] = min(config.validation.max_new_tokens, MOST_NEW_TOKENS)

@@ -131,6 +131,15 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
         assert compose([override("output_dir", path)], complete=False).output_dir == path
 
 
+def test_the_limit_of_conversations_with_an_environment_is_kept_because_it_counts_what_reset_adds(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "game.py").touch()
+    environment = f"rollout.environment={tmp_path / 'game.py'}:Game"
+    played = changed("task=finetune_grpo", "reward.functions=environment", environment)
+    assert "rollout.max_completion_length" not in played
+
+
 def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
