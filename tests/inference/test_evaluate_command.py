@@ -77,6 +77,15 @@ def test_a_script_gets_what_the_command_writes(adapter_run, whole):
     assert f"{num_cut} of {num_cut} answers of tuned" in words.unended
 
 
+def test_names_and_functions_that_a_script_gives_in_another_form(adapter_run, tmp_path):
+    with pytest.raises(ConfigError, match=r"metrics or suites has <built-in function len>.*metrics=\{NAME: function\}"):
+        finetune.evaluate(tmp_path, metrics=[len])
+    for given in ({"metrics": "exact_matsch"}, {"suites": "jsonn"}):
+        name = next(iter(given.values()))
+        with pytest.raises(ConfigError, match=f"is {name}"):
+            finetune.evaluate(adapter_run, **given)
+
+
 def own_test_events(run):
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {event["model"]: event for event in events if event["event"] == "test"}
