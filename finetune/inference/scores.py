@@ -102,6 +102,8 @@ class Evaluation:
     rows: Mapping[ModelName, RowValues] = field(default_factory=dict)
     row_digests: Sequence[str] = ()
     """The content of each row."""
+    answered_rows: Sequence[int] = ()
+    """The indices of the rows that were answered: those in which the tokenizer leaves an expected answer."""
     tokens: str = ""
     """A digest of the tokens and targets of all rows."""
     other_name: str = "base"
@@ -164,12 +166,18 @@ class Evaluation:
         model's is kept.
 
         Raises:
-            ConfigError: the other evaluation is of other rows, or there are fewer than two.
+            ConfigError: the other evaluation is of other rows, or answered others, or there are fewer than two.
         """
         if self.row_digests != other.row_digests or (self.num_rows < 2 and name != "base"):
             raise ConfigError(
                 f"{name} cannot be compared on these rows: at least two are needed, the same for both runs. Without "
                 f"training rows, {self.num_rows:,} and {other.num_rows:,} are left. Give others with data.test=FILE."
+            )
+        if apart := {*self.answered_rows} ^ {*other.answered_rows}:
+            raise ConfigError(
+                f"{name} cannot be compared on these rows: one of the two tokenizers leaves no expected answer in "
+                f"{len(apart):,} of {counted(self.num_rows, 'row')}, as where data.max_length cuts them. Raise it: "
+                "data.max_length=N."
             )
         scores, values = other.tuned, other.rows["tuned"]
         if self.tokens != other.tokens:

@@ -474,3 +474,8 @@ def test_losses_over_other_tokens_are_not_compared():
         against.exceeded({"loss": 0.0})
     with pytest.raises(ConfigError, match="RUN2 cannot be compared on these rows"):
         one.against(replace(one, row_digests=["a", "c"]), "RUN2")
+    answered = replace(one, answered_rows=[0])
+    with pytest.raises(ConfigError, match=r"no expected answer in 1 of 2 rows.*data\.max_length=N"):
+        answered.against(one, "RUN2")
+    with pytest.raises(ConfigError, match="no expected answer in 2 of 2 rows"):
+        answered.against(replace(one, answered_rows=[1]), "RUN2")
