@@ -78,10 +78,15 @@ def evaluate(
     from finetune.inference.finished_run import find_run
     from finetune.inference.suites import read_suites
 
+    given, suites = ([each] if isinstance(each, str) else list(each or ()) for each in (metrics, suites))
+    if others := [each for each in (*given, *suites) if not isinstance(each, str)]:
+        raise ConfigError(
+            f"metrics or suites has {others[0]!r}; expected names. Give functions by name: metrics={{NAME: function}}."
+        )
     log_as_this_rank()
     found = find_run(find_run_folder(Path(run)), overrides_of(overrides), base=base, checkpoint=checkpoint)
     own = metrics if isinstance(metrics, Mapping) else {}
-    names = [*found.config.testing.metrics, *([] if own else metrics)]
+    names = [*found.config.testing.metrics, *([] if own else given)]
     functions = {**resolve_functions(names, METRICS, asked_by="--metric"), **own}
     evaluations: list[Evaluation] = []
     other = None if against is None else find_run_folder(Path(against))

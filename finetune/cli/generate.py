@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from finetune.cli.run_options import (
     read_tools_option,
     refuse_password,
 )
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
 from finetune.terminal import EMPTY, json_text, print_json, print_table, visible
 from finetune.units import counted
@@ -67,7 +67,7 @@ class AnswerOfRun(NamedTuple):
 
 def generate(
     run: str | Path,
-    prompts: str | Sequence[str | Mapping[str, Any]],
+    prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
     *,
     system: str | None = None,
     compare: bool = False,
@@ -82,11 +82,11 @@ def generate(
 
     Args:
         run: the run's folder, or its name in `runs`.
-        prompts: a text, or a list of texts or of rows with `prompt`, `messages` or `text`.
+        prompts: a text or a row with `prompt`, `messages` or `text`, or a list of them.
         system: the system turn, empty for none; None: the most frequent one in the training rows.
         compare: ask the base as well.
         options: `max_new_tokens`, `temperature`, `top_p`, `top_k` and `seed`, as of the command; `tools`, the tools to
-            offer as JSON text, empty for none. None: the most frequent ones in the training rows.
+            offer as a list or JSON text, empty for none. None: the most frequent ones in the training rows.
         base: another place of the base.
         checkpoint: a step or `latest`.
         overrides: keys of the run's configuration.
@@ -96,16 +96,22 @@ def generate(
     """
     from finetune.config.python_values import overrides_of
     from finetune.inference.finished_run import find_run
-    from finetune.inference.generator import AnswerSettings
     from finetune.inference.prompts import read_json_lines, user_prompt
 
-    settings = AnswerSettings(system=system, **{"max_new_tokens": 256, **options})
+    settings = _read_options({"system": system, **options})
+    if isinstance(prompts, (str, Mapping)):
+        prompts = [prompts]
+    elif not isinstance(prompts, Iterable) or type(prompts).__name__ == "DataFrame":  # which iterates over its columns
+        raise DataError(
+            f"prompts is {type(prompts).__name__}; expected a text, a row as a dict, or a list of them. For a "
+            'DataFrame, give frame.to_dict("records").'
+        )
     log_as_this_rank(logging.WARNING)
     found = find_run(
         find_run_folder(Path(run)), overrides_of(overrides), base=base, checkpoint=checkpoint, is_alone=True
     )
     questions: list[Prompt] = []
-    for place, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts, start=1):
+    for place, prompt in enumerate(prompts, start=1):
         source = f"prompt {place}"
         if isinstance(prompt, str):
             questions.append(user_prompt(prompt, source))
@@ -113,6 +119,26 @@ def generate(
             questions += [replace(each, source=source) for each in read_json_lines([json_text(prompt)], source)]
     records = _answer(found, questions, settings, compare=compare)
     return [AnswerOfRun(**{**each, "base": each["base"]["answer"]} if compare else each) for each in records]
+
+
+def _read_options(options: Mapping[str, Any]) -> AnswerSettings:
+    """Read the options of `generate`.
+
+    Raises:
+        ConfigError: an option is unknown, or has a value that it cannot have.
+    """
+    from finetune.data.turns import parse_tools
+    from finetune.data.values import BadRowError
+    from finetune.inference.generator import AnswerSettings
+
+    known = [option.name for option in fields(AnswerSettings)]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(f"generate has no argument {unknown[0]}. Its options are {', '.join(known)}.")
+    try:
+        tools = None if options.get("tools") is None else parse_tools(options["tools"])
+    except BadRowError as error:
+        raise ConfigError(f"generate: {error}.") from None
+    return AnswerSettings(**{"max_new_tokens": 256, **options, "tools": tools})
 
 
 def generate_command(

@@ -189,8 +189,9 @@ def _is_call(value: Any, *, has_mark: bool) -> bool:
     """Return whether a JSON value is a call. Without a mark it may be an answer in JSON, which may have a name too."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return False
-    keys = value.keys() - {"type"} if value.get("type") == "function" else value.keys()
-    return has_mark or keys in ({"name", "arguments"}, {"name", "parameters"})
+    has_type = value.get("type", "function") == "function"
+    keys = value.keys() - {"type", "id"}
+    return has_mark or (has_type and keys in ({"name", "arguments"}, {"name", "parameters"}))
 
 
 def _leading_json(text: str) -> tuple[Any, int]:

@@ -134,6 +134,7 @@ def evaluate_model(
         num_left_out=loader.num_left_out,
         num_unended=unended,
         num_answers=len(chosen),
+        answered_rows=[dialogue.rows[row] for row in chosen],
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,14 +22,16 @@ if TYPE_CHECKING:
     from finetune.inference.prompts import Prompt
 
 _log = logging.getLogger(__name__)
+_LEAST_TEMPERATURE = 1e-30
+"""A logit divided by less may be infinite in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """The settings for answers from the command line. They are checked before a model is loaded.
+    """The settings for answers, from the command line or a script. They are checked before a model is loaded.
 
     Raises:
-        ConfigError: a temperature or a probability out of range.
+        ConfigError: a value of another type, or out of range.
     """
 
     system: str | None = None
@@ -41,13 +45,25 @@ class AnswerSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature is not None and self.temperature <= 0:
-            raise ConfigError(
-                f"--temperature is {self.temperature:g}; expected a number above 0. Leave it out to choose the most "
-                "likely token each time."
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p is {self.top_p:g}; expected a number above 0, at most 1.")
+        from finetune.data.values import quote
+
+        def check(name: str, value: Any, types: Any, low: float, high: float, expected: str) -> None:
+            if not isinstance(value, types) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"--{name} is {quote(value)}; expected {expected}.")
+
+        at_least_1 = "a whole number of at least 1"
+        check("max-new-tokens", self.max_new_tokens, (int,), 1, math.inf, at_least_1)
+        check("seed", self.seed, (int,), -math.inf, math.inf, "a whole number")
+        if self.temperature is not None:
+            expected = "a number above 0. Leave it out to choose the most likely token each time"
+            check("temperature", self.temperature, (int, float), _LEAST_TEMPERATURE, sys.float_info.max, expected)
+        if self.top_p is not None:
+            check("top-p", self.top_p, (int, float), sys.float_info.min, 1, "a number above 0, at most 1")
+        if self.top_k is not None:
+            check("top-k", self.top_k, (int,), 1, math.inf, at_least_1)
+        for name in ("system", "tools"):
+            if not isinstance(text := getattr(self, name), (str, type(None))):
+                raise ConfigError(f"--{name} is {quote(text)} ({type(text).__name__}); expected text.")
 
 
 class Generator:

@@ -105,6 +105,8 @@ class Evaluation:
     contents: Mapping[str, Sequence[Hashable]] = field(default_factory=dict)
     """The prompt and the answer of each row that has a value, as digests of tokens, for each metric and the loss. Rows
     with equal content are copies. A name that is missing has no copies."""
+    answered_rows: Sequence[int] = ()
+    """The indices of the rows that were answered: those in which the tokenizer leaves an expected answer."""
     tokens: str = ""
     """A digest of the tokens and targets of all rows."""
     other_name: str = "base"
@@ -174,7 +176,8 @@ class Evaluation:
         model's is kept.
 
         Raises:
-            ConfigError: the other evaluation is of other rows, or there are fewer than two different ones.
+            ConfigError: the other evaluation is of other rows, or answered others, or there are fewer than two
+                different ones.
         """
         counts = [len(set(each.contents.get("loss") or range(each.num_rows))) for each in (self, other)]
         if self.row_digests != other.row_digests or (min(counts) < 2 and name != "base"):
@@ -182,6 +185,12 @@ class Evaluation:
                 f"{name} cannot be compared on these rows: at least two different ones are needed, the same for both "
                 f"runs. Without training rows and copies, {counts[0]:,} and {counts[1]:,} are left. Give others with "
                 "data.test=FILE."
+            )
+        if apart := {*self.answered_rows} ^ {*other.answered_rows}:
+            raise ConfigError(
+                f"{name} cannot be compared on these rows: one of the two tokenizers leaves no expected answer in "
+                f"{len(apart):,} of {counted(self.num_rows, 'row')}, as where data.max_length cuts them. Raise it: "
+                "data.max_length=N."
             )
         scores, values = other.tuned, other.rows["tuned"]
         if self.tokens != other.tokens:

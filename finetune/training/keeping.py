@@ -112,7 +112,7 @@ def answer_with_base(
         CheckpointError: the recorded rows are gone, and the base now gives other answers.
         DataError: the prompts cannot be used.
     """
-    rows = None
+    rows, is_own, end_id = None, False, AnswerTokens(tokenizer).end_id_of("messages")
     with runtime.collectives.failing_together("reading data.keep_prompts"):
         prompts = _encode_prompts(config, tokenizer, len(train))
     parts = [prompts, _LONGEST_ANSWER, base, config.data.max_length, config.lora.quantize, runtime.precision]
@@ -122,21 +122,25 @@ def answer_with_base(
         if journal is not None:
             if _is_recorded(config):
                 rows = _read(Path(config.data.keep_prompts), None, model.config.vocab_size)
-            else:  # without an adapter, no fingerprint tells bases apart
+            else:
+                rows = _read_own(config, journal, end_id, model.config.vocab_size)
+                is_own = rows is not None
+                # Without an adapter, no fingerprint tells bases apart.
                 places = [journal.folder.base_answers, *([] if base is None else [cached])]
                 found = (_read(place, key, model.config.vocab_size) for place in places)
-                rows = next((of_place for of_place in found if of_place), None)
+                rows = rows or next((of_place for of_place in found if of_place), None)
     rows = runtime.collectives.broadcast_from_main(rows)
     if rows is None and _is_recorded(config):
         raise CheckpointError(f"{config.data.keep_prompts} has no answers of this base. Restore the file.")
     answered = rows or _generate(runtime, config, model, tokenizer, prompts)
-    kept = _examples(answered, AnswerTokens(tokenizer).end_id_of("messages"))
+    kept = _examples(answered, end_id)
     with runtime.collectives.failing_together("recording the base's answers"):
         if journal is not None:
             _record(config, journal, kept)
-            with disk_failures_end_the_run("Writing", journal.folder.base_answers):
-                write_rows(journal.folder.base_answers, lambda writer: _write(answered, writer, key))
-            if base is not None and not cached.exists():
+            if not is_own:
+                with disk_failures_end_the_run("Writing", journal.folder.base_answers):
+                    write_rows(journal.folder.base_answers, lambda writer: _write(answered, writer, key))
+            if base is not None and rows is None:
                 _write_to_cache(runtime, cached, answered, key)
     return _epoch(config, kept, len(train))
 
@@ -358,10 +362,27 @@ def _read(path: Path, key: str | None, vocabulary: int) -> list[_Row] | None:
     return [(ids.tolist(), int(is_target.sum())) for ids, is_target in (examples[row] for row in range(len(examples)))]
 
 
+def _read_own(config: Config, journal: Journal, end_id: int, vocabulary: int) -> list[_Row] | None:
+    """Read the rows of a resumed run. None if it has none, has lost them, or if `resume.allow` accepts others.
+
+    The base may give other answers now, because `resume.allow` accepts another precision for example. The run goes on
+    with the rows that it was trained on, which their fingerprint tells.
+    """
+    recorded = (journal.recorded("base_answers") or {}).get("fingerprint")
+    if recorded is None or _accepts_others(config):
+        return None
+    rows = _read(journal.folder.base_answers, None, vocabulary)
+    return rows if rows and _examples(rows, end_id).fingerprint == recorded else None
+
+
+def _accepts_others(config: Config) -> bool:
+    return bool({"data", "data.keep", "data.keep_prompts"} & set(config.resume_allow))
+
+
 def _record(config: Config, journal: Journal, kept: EncodedExamples) -> None:
     """Record the rows in run.json. Refuse other rows than a resumed run had, unless `resume.allow` accepts them."""
     recorded = (journal.recorded("base_answers") or {}).get("fingerprint", kept.fingerprint)
-    if recorded != kept.fingerprint and not {"data", "data.keep", "data.keep_prompts"} & set(config.resume_allow):
+    if recorded != kept.fingerprint and not _accepts_others(config):
         raise CheckpointError(
             f"{journal.folder.base_answers} is gone or damaged, and the base now gives other answers than those that "
             "the run was trained on. Restore the file, or accept the new answers with resume.allow=data.keep."

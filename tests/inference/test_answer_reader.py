@@ -107,7 +107,7 @@ def test_without_marks_only_json_with_a_name_and_arguments_is_a_call():
         assert (found.calls, found.content) == ((), text)
         assert found.as_turn()["content"] == text
     for key in ("arguments", "parameters"):
-        for more in ("", '"type": "function", '):
+        for more in ("", '"type": "function", ', '"id": "call00000", '):
             text = f'{{{more}"name": "a", "{key}": {{"b": 1}}}}'
             found = read(tokens, text)
             assert found.calls == ({"name": "a", "arguments": {"b": 1}},)

@@ -77,6 +77,15 @@ def test_a_script_gets_what_the_command_writes(adapter_run, whole):
     assert f"{num_cut} of {num_cut} answers of tuned" in words.unended
 
 
+def test_names_and_functions_that_a_script_gives_in_another_form(adapter_run, tmp_path):
+    with pytest.raises(ConfigError, match=r"metrics or suites has <built-in function len>.*metrics=\{NAME: function\}"):
+        finetune.evaluate(tmp_path, metrics=[len])
+    for given in ({"metrics": "exact_matsch"}, {"suites": "jsonn"}):
+        name = next(iter(given.values()))
+        with pytest.raises(ConfigError, match=f"is {name}"):
+            finetune.evaluate(adapter_run, **given)
+
+
 def own_test_events(run):
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {event["model"]: event for event in events if event["event"] == "test"}
@@ -499,3 +508,8 @@ def test_losses_over_other_tokens_are_not_compared():
         against.exceeded({"loss": 0.0})
     with pytest.raises(ConfigError, match="RUN2 cannot be compared on these rows"):
         one.against(replace(one, row_digests=["a", "c"]), "RUN2")
+    answered = replace(one, answered_rows=[0])
+    with pytest.raises(ConfigError, match=r"no expected answer in 1 of 2 rows.*data\.max_length=N"):
+        answered.against(one, "RUN2")
+    with pytest.raises(ConfigError, match="no expected answer in 2 of 2 rows"):
+        answered.against(replace(one, answered_rows=[1]), "RUN2")

@@ -41,6 +41,45 @@ def test_a_script_gets_what_the_command_prints(asked, adapter_run):
         finetune.generate(adapter_run, [{"question": "x"}])
 
 
+def test_a_row_is_one_prompt_and_tools_may_be_a_list(adapter_run):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    row, text = (
+        finetune.generate(adapter_run, prompts, tools=given, max_new_tokens=4)
+        for prompts, given in (({"prompt": PROMPTS[0]}, tools), (PROMPTS[0], json.dumps(tools)))
+    )
+    assert row == text
+
+
+class DataFrame(list):
+    """Stands for the class of pandas, which iterates over names of columns."""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "why"),
+    [
+        (None, {}, "prompts is NoneType; expected a text, a row"),
+        (DataFrame(["prompt"]), {}, "prompts is DataFrame"),
+        ("a", {"max_tokens": 3}, "generate has no argument max_tokens. Its options are system, tools, max_new_tokens"),
+        ("a", {"tools": "nope"}, "tools is 'nope'; expected a list of objects"),
+        ("a", {"tools": 5}, "tools is 5; expected a list of objects"),
+        ("a", {"system": 5}, r"--system is 5 \(int\); expected text"),
+        ("a", {"max_new_tokens": 0}, "--max-new-tokens is 0; expected a whole number of at least 1"),
+        ("a", {"max_new_tokens": 2.5}, "--max-new-tokens is 2.5"),
+        ("a", {"max_new_tokens": None}, "--max-new-tokens is None"),
+        ("a", {"top_k": 0}, "--top-k is 0; expected a whole number of at least 1"),
+        ("a", {"top_p": "0.5"}, "--top-p is '0.5'; expected a number above 0, at most 1"),
+        ("a", {"temperature": "0.5"}, "--temperature is '0.5'; expected a number above 0"),
+        ("a", {"temperature": float("nan")}, "--temperature is nan"),
+        ("a", {"temperature": float("inf")}, "--temperature is inf"),
+        ("a", {"temperature": 1e-320}, "--temperature is 1e-320"),
+        ("a", {"seed": "0"}, "--seed is '0'"),
+    ],
+)
+def test_wrong_arguments_of_a_script_are_refused_before_the_run_is_read(tmp_path, prompts, options, why):
+    with pytest.raises((ConfigError, DataError), match=why):
+        finetune.generate(tmp_path, prompts, **options)
+
+
 def test_answers_that_did_not_end_are_counted(adapter_run, capsys):
     generate(adapter_run, PROMPTS, max_new_tokens=2, compare=True)
     assert "6 of 6 answers did not end within 2 tokens" in capsys.readouterr().err

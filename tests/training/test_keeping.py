@@ -97,6 +97,13 @@ def test_the_answers_are_trained_on_recorded_and_never_generated_again(run, base
     replay = replay_losses(first, 4)
     assert (len(replay.steps), replay.mismatches) == (4, [])
 
+    # A resumed run with other settings of the base also reads its own file, and does not put it into their cache.
+    shutil.rmtree(tmp_path / "second/checkpoints/step-000004")
+    shutil.rmtree(base / "cache")
+    run("second", "data.keep=25%", "resume=auto", "training.precision=bf16", "resume.allow=training.precision")
+    assert (tmp_path / "second/base_answers.safetensors").read_bytes() == before[1]
+    assert not list((base / "cache").glob("base-answers-*"))
+
     # Without any file, other answers are refused.
     shutil.rmtree(files[0].parent)
     files[1].unlink()
@@ -106,6 +113,13 @@ def test_the_answers_are_trained_on_recorded_and_never_generated_again(run, base
         run("first", *words)
     run("first", *words, "resume.allow=data.keep")
     assert len(losses(first)) == 4
+
+    # A damaged file of the cache is replaced.
+    (cached,) = (tmp_path / "other").glob("base-answers-*")
+    whole = cached.read_bytes()
+    cached.write_bytes(whole[:-1])
+    run("third", "data.keep=25%", words[-1])
+    assert cached.read_bytes() == whole
 
 
 @pytest.mark.slow
