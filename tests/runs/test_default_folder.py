@@ -68,6 +68,19 @@ def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen() == "runs/orders-phi_tiny"
 
 
+def test_resume_takes_the_run_that_messages_advise_to_change():
+    pretend_run(Path("runs/a"), started="2026-01-01T00:00:00")
+    smaller = ["training.batch_size=2", "training.global_batch_size=8"]
+    assert chosen("resume=auto", *smaller) == "runs/a"  # after running out of memory
+    assert chosen("resume=auto", *smaller, "lora.dropout=0.1") == "runs/orders-phi_tiny"
+    slower = ["resume=auto", "optim.learning_rate=1e-5", "resume.allow=optim"]  # after a loss that is not finite
+    assert chosen(*slower) == "runs/a"
+    assert chosen(*slower, "seed=1") == "runs/orders-phi_tiny"
+    pretend_run(Path("runs/b"), "optim.schedule=constant", "training.max_steps=9", started="2026-01-01T00:00:00")
+    assert chosen("resume=auto", "optim.schedule=constant", "training.max_steps=10") == "runs/b"
+    assert chosen("resume=auto", "training.max_steps=10") == "runs/orders-phi_tiny"
+
+
 def test_a_folder_that_another_user_closed_is_no_run_and_not_free(monkeypatch):
     """Permissions are pretended, because tests may run as root."""
     closed = {Path("runs/orders-phi_tiny").absolute(), Path("runs/other").absolute()}
