@@ -16,6 +16,8 @@ from finetune.config.schema import SCRIPT_PREFIX
 from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing
 from finetune.runs.durable import describe_os_error
+from finetune.runs.file_lock import is_held
+from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
 
@@ -50,9 +52,23 @@ def with_chosen_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(folder)})
 
 
+def reserved_folder(config: Config) -> tuple[str, bool]:
+    """Choose a folder as `with_chosen_folder` does. Return it, and whether it is new and reserved for this process."""
+    while True:
+        chosen = with_chosen_folder(config).output_dir
+        folder = RunFolder(chosen)
+        try:
+            if folder.holds_run() or folder.reserve():
+                return chosen, not folder.holds_run()
+        except OSError:  # a later check says why it cannot be written
+            return chosen, False
+
+
 def _is_free(folder: Path) -> bool:
     try:
-        return not any(folder.iterdir())
+        names = {path.name for path in folder.iterdir()}
+        lock = RunFolder(folder).lock_file
+        return not names or (names == {lock.name} and not is_held(lock))  # reserved by a run that was killed
     except FileNotFoundError:
         return not os.path.lexists(folder)
     except OSError:  # a file, or a folder of another user
