@@ -228,8 +228,10 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     _log.info("Process %d/%d started", runtime.environment.rank, runtime.environment.world_size)
     if trains:
         # Only now: rank 0 may train alone, and may have begun its run before a rank that leaves had come this far.
-        folder = RunFolder(_choose_folder(config, runtime))
-        folder.refuse_living_holder()
+        output_dir, is_reserved = _choose_folder(config, runtime)
+        folder = RunFolder(output_dir)
+        if not is_reserved:
+            folder.refuse_living_holder()
         folder.check(config.resume)
     must_be_equal = config.model_dump(
         mode="json", exclude={"parallel": {"rank", "output_device"}, "data": {"cache_dir"}}
@@ -250,19 +252,24 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
         refuse_missing_trackers(config)
 
 
-def _choose_folder(config: Config, runtime: Runtime) -> str:
-    """Return the run's folder, which rank 0 chooses if the configuration names none. Collective."""
-    if config.origin("output_dir") != "default":
-        return config.output_dir
-    from finetune.runs.default_folder import with_chosen_folder
+def _choose_folder(config: Config, runtime: Runtime) -> tuple[str, bool]:
+    """Return the run's folder, and whether rank 0 holds its lock already.
 
-    chosen = ""
+    Rank 0 chooses the folder, and reserves a new one, if the configuration names none. Collective.
+    """
+    if config.origin("output_dir") != "default":
+        return config.output_dir, False
+    from finetune.runs.default_folder import reserved_folder
+
+    chosen, is_reserved = "", False
     with runtime.collectives.failing_together("choosing the run's folder"):
         if runtime.is_main_process:
-            chosen = with_chosen_folder(config).output_dir
-    chosen = runtime.collectives.broadcast_from_main(chosen)
+            chosen, is_reserved = reserved_folder(config)
+            folder = RunFolder(chosen)
+            runtime.liveness.on_close(lambda error: folder.end_reservation())
+    chosen, is_reserved = runtime.collectives.broadcast_from_main((chosen, is_reserved))
     runtime.set_folder(chosen)
-    return chosen
+    return chosen, is_reserved
 
 
 def _check_keys_of_sharding(config: Config, *, trains: bool) -> None:

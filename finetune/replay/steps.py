@@ -14,6 +14,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.config.resume_effects import masks_follow_microbatches
 from finetune.config.run_config import load_run_config
 from finetune.config.schema import ParallelSection
 from finetune.config.yaml_reader import COMMAND_LINE
@@ -30,7 +31,7 @@ from finetune.runs.state import TrainerState
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
 from finetune.training.loss_scale import LossScale
-from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
+from finetune.training.memory.choice import MemoryChoice
 from finetune.training.optim import build_optimizer, restore_trained_weights
 from finetune.training.rewards.rollouts import RolloutLoader
 from finetune.training.step import StepResult, StepSettings, train_step

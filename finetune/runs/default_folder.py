@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config.keys import on_resume, values
+from finetune.config.resume_effects import effects_that_count, is_allowed
 from finetune.config.run_paths import recorded_paths
 from finetune.config.saved import is_same_path
 from finetune.config.schema import SCRIPT_PREFIX
 from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing
 from finetune.runs.durable import describe_os_error
+from finetune.runs.file_lock import is_held
+from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
 
@@ -49,9 +52,23 @@ def with_chosen_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(folder)})
 
 
+def reserved_folder(config: Config) -> tuple[str, bool]:
+    """Choose a folder as `with_chosen_folder` does. Return it, and whether it is new and reserved for this process."""
+    while True:
+        chosen = with_chosen_folder(config).output_dir
+        folder = RunFolder(chosen)
+        try:
+            if folder.holds_run() or folder.reserve():
+                return chosen, not folder.holds_run()
+        except OSError:  # a later check says why it cannot be written
+            return chosen, False
+
+
 def _is_free(folder: Path) -> bool:
     try:
-        return not any(folder.iterdir())
+        names = {path.name for path in folder.iterdir()}
+        lock = RunFolder(folder).lock_file
+        return not names or (names == {lock.name} and not is_held(lock))  # reserved by a run that was killed
     except FileNotFoundError:
         return not os.path.lexists(folder)
     except OSError:  # a file, or a folder of another user
@@ -59,7 +76,7 @@ def _is_free(folder: Path) -> bool:
 
 
 def _newest_run_of(config: Config, parent: Path) -> RecordedRun | None:
-    """Return the run of this configuration that was started last. Keys that may change freely do not count.
+    """Return the run of this configuration that was started last: its curve would be the same, or is allowed to change.
 
     A run whose optimizer a script made counts if no other run does: the script that starts now may give the optimizer
     only later, to its trainer. The trainer compares it then.
@@ -87,10 +104,12 @@ def _newest_run_of(config: Config, parent: Path) -> RecordedRun | None:
 def _other_keys(run: RecordedRun, before: Config, config: Config) -> list[str]:
     """Return the keys that make a configuration another one than the run's."""
     recorded = recorded_paths(run.folder.path)
+    counting = effects_that_count(before, config, has_same_rows=False)
     # A run fills in this key from its tools, whose names and code are compared.
     is_filled_in = {"rollout.tool_schemas": config.rollout.tool_schemas is None}
     return [
         key
         for key, both in differing([values(before), values(config)])
-        if not (on_resume(key).matters == "never" or is_filled_in.get(key) or is_same_path(key, both, recorded))
+        if on_resume(key).matters in counting
+        and not (is_allowed(key, config.resume_allow) or is_filled_in.get(key) or is_same_path(key, both, recorded))
     ]

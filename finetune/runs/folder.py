@@ -14,7 +14,7 @@ from finetune.config.render import SCHEMA_FILE
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.limits import MOST_BYTES, open_regular, type_of_file
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
-from finetune.runs.file_lock import FileLock, describe_holder, file_lock, is_held_here
+from finetune.runs.file_lock import FileLock, describe_holder, file_lock, is_held_here, try_file_lock
 from finetune.units import name_first
 
 LOCK_TIMEOUT_SECONDS = 30.0
@@ -31,6 +31,9 @@ _FOLDERS = {"checkpoints", "adapter", "base", "profile", "rollouts"}
 _NAMES = {*_MARKS, *_FOLDERS, "config.yaml", "rows.safetensors", "base_answers.safetensors", "log.txt"}
 """All that a run writes, except its lock."""
 _LEFT_BY_OTHERS = {SCHEMA_FILE, ".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
+
+_reserved: dict[Path, FileLock] = {}
+"""The locks of folders that this process will open."""
 
 
 def existing_folder(path: Path) -> Path:
@@ -137,6 +140,8 @@ class RunFolder:
 
         A process that was killed a moment ago is waited for: it keeps its locks until the kernel has freed its memory.
         """
+        if self.path in _reserved:
+            return
         end = time.monotonic() + SECONDS_TO_DIE
         while is_held_here(self.lock_file):
             if time.monotonic() < end:
@@ -146,6 +151,28 @@ class RunFolder:
                 f"output_dir={self.path} is being written by {describe_holder(self.lock_file)}. Wait for it to end or "
                 "stop it, or name another folder with output_dir=."
             )
+
+    def reserve(self) -> bool:
+        """Make the folder and take its lock for a later `open` in this process. Return False if it is not free.
+
+        A model takes minutes to load. In that time, no other run must choose this folder.
+
+        Raises:
+            OSError: the folder or its lock cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = try_file_lock(self.lock_file)
+        if lock is not None:
+            _reserved[self.path] = lock
+        return lock is not None
+
+    def end_reservation(self) -> None:
+        """Release a lock that `open` did not take over, and remove the empty folder and its empty parent."""
+        if (lock := _reserved.pop(self.path, None)) is not None:
+            lock.release()
+            with suppress(OSError):  # not empty
+                self.path.rmdir()
+                self.path.parent.rmdir()
 
     def check_writable(self) -> None:
         """Refuse a place where `open` could not write. Only the main process calls this, because only it writes there.
@@ -189,7 +216,7 @@ class RunFolder:
         self.check(resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = file_lock(
+            self._lock = _reserved.pop(self.path, None) or file_lock(
                 self.lock_file, timeout_seconds=LOCK_TIMEOUT_SECONDS, waiting_for=f"the run in {self.path}"
             )
             # The content may have changed while we waited for the lock.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import on_resume, values
+from finetune.config.resume_effects import effects_that_count, is_allowed
 from finetune.config.run_config import config_from_record
 from finetune.config.run_paths import recorded_paths
 from finetune.config.saved import is_same_path
@@ -25,7 +26,6 @@ from finetune.runs.record import SPLITS, digest_of
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
-from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.validation import best_merit
 from finetune.units import counted
 
@@ -92,18 +92,13 @@ def accepted_changes(
         _log.warning("%s, so nothing in it could be compared with this start", run.why_no_config)
     differences = _differences(before, config, recorded_paths(folder.path)) if before else []
     rows = _other_rows(folder, start, fingerprints)
-    counting = _what_counts(before or config, config, has_same_rows=rows == [])
+    counting = effects_that_count(before or config, config, has_same_rows=rows == [])
     matters = [difference for difference in differences if difference.effect.matters in counting] + (rows or [])
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
     newest = newest_valid(folder) if matters else None
     if matters and newest is None:
         return []  # the run starts from its beginning
-    allowed = config.resume_allow
-    if refused := [
-        difference
-        for difference in matters
-        if not any(difference.key == name or difference.key.startswith(f"{name}.") for name in allowed)
-    ]:
+    if refused := [difference for difference in matters if not is_allowed(difference.key, config.resume_allow)]:
         raise CheckpointError(_refusal(folder, refused))
     if newest is not None:
         try:
@@ -185,24 +180,6 @@ def _config_in(start: Mapping[str, Any] | None) -> Config | None:
         return config_from_record(start["config"]) if start else None
     except ConfigError:
         return None
-
-
-def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str]:
-    """Return the values of `OnResume.matters` that apply to two configurations. Unknown rows count as changed."""
-    sides = (before, now)
-    has_adapter = any(side.training.method == "lora" for side in sides)
-    # A rate that is constant after a warm-up of a fixed length does not depend on the end of the run.
-    is_rate_scaled = all(side.optim.schedule != "constant" or 0 < side.optim.warmup_steps < 1 for side in sides)
-    has_max_steps = all(side.training.max_steps is not None for side in sides)
-    counts = {
-        "always": True,
-        "rows": not has_same_rows,
-        "adapter": has_adapter,
-        "noise": any(masks_follow_microbatches(side) for side in sides),
-        "steps": is_rate_scaled,
-        "epochs": is_rate_scaled and not has_max_steps,
-    }
-    return {name for name, holds in counts.items() if holds}
 
 
 def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> list[_Difference]:

@@ -11,7 +11,9 @@ import pytest
 from finetune.config.compose import compose
 from finetune.config.render import resolved_yaml
 from finetune.errors import CheckpointError
-from finetune.runs.default_folder import with_chosen_folder
+from finetune.runs.default_folder import reserved_folder, with_chosen_folder
+from finetune.runs.file_lock import is_held
+from finetune.runs.folder import RunFolder
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 
@@ -55,6 +57,29 @@ def test_a_run_that_cannot_be_resumed_is_not_passed_over_in_silence(caplog):
     assert "runs/orders-phi_tiny is another run. A new run begins in runs/orders-phi_tiny-2." in caplog.text
 
 
+def test_starts_at_the_same_time_get_a_folder_each():
+    first, second = (reserved_folder(compose([*WORDS, f"seed={seed}", "resume=auto"])) for seed in (1, 2))
+    assert [first, second] == [("runs/orders-phi_tiny", True), ("runs/orders-phi_tiny-2", True)]
+    with RunFolder(first[0]).open("auto") as folder:
+        assert is_held(folder.lock_file)
+        RunFolder(first[0]).end_reservation()
+        assert is_held(folder.lock_file)
+        folder.metrics_file.touch()
+    RunFolder(second[0]).end_reservation()
+    assert sorted(Path("runs").iterdir()) == [Path("runs/orders-phi_tiny")]
+    pretend_run(Path("runs/b"), started="2026-01-01T00:00:00")
+    assert reserved_folder(compose([*WORDS, "resume=auto"])) == ("runs/b", False)
+
+
+def test_a_killed_start_leaves_its_folder_free_and_one_that_ends_leaves_nothing():
+    folder = RunFolder(reserved_folder(compose(WORDS))[0])
+    folder.end_reservation()
+    assert list(Path.cwd().iterdir()) == []
+    folder.path.mkdir(parents=True)
+    folder.lock_file.write_text("{}")
+    assert chosen() == "runs/orders-phi_tiny"
+
+
 def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen("resume=auto") == "runs/orders-phi_tiny"
     pretend_run(Path("runs/a"), started="2026-01-01T00:00:00")
@@ -66,6 +91,19 @@ def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen("resume=auto", "optim.learning_rate=1e-5") == "runs/c"
     assert chosen("resume=auto", "seed=1") == "runs/orders-phi_tiny"
     assert chosen() == "runs/orders-phi_tiny"
+
+
+def test_resume_takes_the_run_that_messages_advise_to_change():
+    pretend_run(Path("runs/a"), started="2026-01-01T00:00:00")
+    smaller = ["training.batch_size=2", "training.global_batch_size=8"]
+    assert chosen("resume=auto", *smaller) == "runs/a"  # after running out of memory
+    assert chosen("resume=auto", *smaller, "lora.dropout=0.1") == "runs/orders-phi_tiny"
+    slower = ["resume=auto", "optim.learning_rate=1e-5", "resume.allow=optim"]  # after a loss that is not finite
+    assert chosen(*slower) == "runs/a"
+    assert chosen(*slower, "seed=1") == "runs/orders-phi_tiny"
+    pretend_run(Path("runs/b"), "optim.schedule=constant", "training.max_steps=9", started="2026-01-01T00:00:00")
+    assert chosen("resume=auto", "optim.schedule=constant", "training.max_steps=10") == "runs/b"
+    assert chosen("resume=auto", "training.max_steps=10") == "runs/orders-phi_tiny"
 
 
 def test_a_folder_that_another_user_closed_is_no_run_and_not_free(monkeypatch):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import psutil
 import torch
 
+from finetune.config.resume_effects import masks_follow_microbatches
 from finetune.data.encoded import filler_rows
 from finetune.engine.decoder import bare_model
 from finetune.engine.products import full_shape
@@ -305,12 +306,6 @@ class FirstStep:
             _log.warning("out of memory in step %d, which is tried again: %s", step, self._memory)
         self._record(self._memory)
         log_cut_examples(self._loader.rule)
-
-
-def masks_follow_microbatches(config: Config) -> bool:
-    """Return whether random masks or noise depend on the micro-batches, so that their size changes the result."""
-    has_dropout = config.training.method == "lora" and config.lora.dropout > 0
-    return has_dropout or config.training.neftune_alpha > 0
 
 
 def _requested_keys(config: Config) -> dict[str, Any]:
