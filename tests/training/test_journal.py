@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 
 from finetune.config.compose import load_config
+from finetune.errors import PreemptedError
 from finetune.fallbacks import Fallbacks
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation, Scores
 from finetune.runs.checkpoints import Snapshot
 from finetune.runs.state import TrainerState
 from finetune.training.reporting.journal import Journal
+from finetune.training.reporting.trackers import Trackers
 from finetune.training.step import StepResult
 
 STEP = ["event", "step", "epoch", "loss", "learning_rate", "grad_norm"]
 STEP += ["num_targets", "num_tokens", "num_computed", "tokens_per_second"]
+WORLD = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None, "threads": {"count": 1}}
 RESOURCES = ["event", "step", "seconds", "tokens_per_second", "host_memory"]
 
 
@@ -27,9 +30,8 @@ def result(**changes: object) -> StepResult:
 def write_all(folder: Path) -> list[dict[str, object]]:
     """The events of a run that does everything once."""
     words = ["model.path=x", "data.path=y", f"output_dir={folder}", "training.log_every=1"]
-    world = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None, "threads": {"count": 1}}
     journal = Journal(
-        load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=world,
+        load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=WORLD,
         global_batch={"global_batch_size": 8}, fingerprints={}, energy=lambda: {"cpu_joules": 2.5},
     )  # fmt: skip
     journal.start_training(TrainerState(), 2)
@@ -68,3 +70,21 @@ def test_events_have_the_keys_of_the_docs_in_their_order(tmp_path: Path) -> None
     assert (checkpoint["step"], checkpoint["path"], checkpoint["num_bytes"]) == (2, "checkpoints/step-000002", 0)
     assert base == {"event": "test", "model": "base", "exact_match": None, "json_valid": None, "loss": 2.0}
     assert tuned == {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": None, "loss": 0.2}
+
+
+def test_run_json_says_how_the_run_ended_before_the_trackers_finish(tmp_path):
+    class Uploading:
+        def log(self, values, step):
+            """Take everything."""
+
+        def finish(self):
+            seen.append(json.loads((tmp_path / "run.json").read_text())["status"])
+
+    seen = []
+    config = load_config(["model.path=a", "data.path=b", f"output_dir={tmp_path}"])
+    fallbacks = Fallbacks(strict=False)
+    journal = Journal(config, fallbacks, world=WORLD, global_batch={"global_batch_size": 8}, fingerprints={})
+    journal._events._trackers = Trackers(config, journal.folder, fallbacks)
+    journal._events._trackers._open["wandb"] = Uploading()
+    journal.close(PreemptedError("stopped after step 3"))
+    assert seen == ["preempted"]
