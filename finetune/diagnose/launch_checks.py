@@ -72,7 +72,7 @@ def check_sharding(environment: LaunchEnvironment, config: Config, environ: Mapp
     if refused_settings(environ):
         return  # reported with the launch
     started = environment.world_size
-    if environment.launcher == "none":
+    if environment.may_spawn:
         started = config.parallel.num_processes or started
     try:
         config = config.with_values(settings_of_accelerate(config, environ, world_size=started, trains=True))
@@ -134,7 +134,7 @@ def _check_number(environment: LaunchEnvironment, config: Config) -> Iterator[Fi
     if config.ddp is False and environment.world_size > 1:
         message = f"ddp is false ({config.origin('ddp')}), but {environment.world_size} processes were started"
         yield problem(AREA, message, "start one process, or drop ddp=False")
-    elif environment.launcher == "none" and num_processes > 1:
+    elif environment.may_spawn and num_processes > 1:
         message = f"train would start {num_processes} processes here; this report covers one process"
         fix = f"to check all of them, run torchrun --standalone --nproc_per_node {num_processes} -m finetune doctor …"
         yield warning(AREA, message, fix)

@@ -61,6 +61,14 @@ class LaunchEnvironment:
     is_address_missing: bool = False
     """Whether the launcher says that there are several machines, and nothing says where rank 0 is."""
 
+    @property
+    def may_spawn(self) -> bool:
+        """Whether this process may start the processes of `parallel.num_processes`: no launcher has started several.
+
+        A single task of Slurm may: in the shell of `srun --pty bash`, a second srun would wait for the first to end.
+        """
+        return self.launcher == "none" or (self.launcher == "slurm" and self.world_size == 1)
+
     def as_variables(self) -> dict[str, str]:
         """Return this place under the names that torch.distributed and Accelerate read."""
         sizes = (self.rank, self.world_size, self.local_rank, self.local_world_size)

@@ -63,8 +63,8 @@ _log = logging.getLogger(__name__)
 def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO) -> Iterator[Runtime]:
     """Join the world that this process was started in, and leave it again whatever happens.
 
-    With `parallel.num_processes` and no launcher, this process becomes the launcher: it starts its own command line
-    that many times, waits, and leaves with their exit code.
+    With `parallel.num_processes`, if no launcher started several processes, this process becomes the launcher: it
+    starts its own command line that many times, waits, and leaves with their exit code.
 
     Collective: every process of the launch enters and leaves. Once the guardians are connected, an error before
     `Collectives.agree_set_up` is raised on all ranks, so that none is left waiting; before, the others may wait for
@@ -93,7 +93,7 @@ def _join_and_leave(config: Config, trains: bool, log_level: int, is_nested: boo
     """Do what `launch` does. `is_nested`: this process is in another launch, which owns the world."""
     environment = joined_environment()
     num_processes = config.parallel.num_processes or 1
-    is_to_spawn = environment.launcher == "none" and num_processes > 1 and not is_joined()
+    is_to_spawn = environment.may_spawn and num_processes > 1 and not is_joined()
     started = num_processes if is_to_spawn else environment.world_size
     if trains:
         outlive_readers()
@@ -346,6 +346,7 @@ def refuse_another_launch(config: Config, environment: LaunchEnvironment) -> Non
         actual_launch = f"this process was started without a launcher, as {place}"
     else:
         actual_launch = f"{environment.launcher} started this process with {place}"
+    if not environment.may_spawn:
         started["num_processes"] = environment.world_size
     for key, actual in started.items():
         configured = getattr(config.parallel, key)

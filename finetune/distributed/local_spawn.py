@@ -77,10 +77,13 @@ def run_as_processes(num_processes: int, *, master_addr: str | None = None, mast
 
 
 def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all workers, and return their exit codes. When one fails, ask the others to end."""
+    """Wait for all workers, and return their exit codes. When one fails, ask the others to end, and later kill them.
+
+    A preempted worker has not failed: all ranks have agreed to leave, and rank 0 may still write.
+    """
     deadline = None
     while None in (codes := [worker.poll() for worker in workers]):
-        if deadline is None and any(codes):
+        if deadline is None and any(code not in (None, 0, PreemptedError.exit_code) for code in codes):
             deadline = time.monotonic() + _TERMINATE_SECONDS
             for worker in workers:
                 worker.terminate()

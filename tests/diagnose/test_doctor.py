@@ -32,6 +32,7 @@ from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.errors import SUMMARY
 from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning
 from finetune.runs.folder import existing_folder
+from tests.distributed.launcher_variables import SRUN_ONE_TASK
 from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables, run_launched
 from tests.readable_hub import point_to, running_hub
@@ -146,6 +147,7 @@ def address_findings(*words: str, **environ: str) -> list[Finding]:
         (["parallel.world_size=3"], {}, "problem", "parallel.world_size is 3 (command line) but this process was"),
         (["ddp=False"], rank_variables(0, 1), "problem", "ddp is false (command line), but 2 processes"),
         (["parallel.num_processes=2"], {}, "warning", "train would start 2 processes here"),
+        (["parallel.num_processes=2"], SRUN_ONE_TASK, "warning", "train would start 2 processes here"),
         ([], {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "no"}, "problem", "FSDP"),
         ([], {"ACCELERATE_MIXED_PRECISION": "fp8"}, "problem", "fp8"),
         ([], {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "warning", "body of a Slurm batch script"),

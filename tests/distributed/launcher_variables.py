@@ -64,6 +64,18 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_RANK": "1",
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
 }
+# The shell of `srun --pty bash`, or any step of one task.
+SRUN_ONE_TASK = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
 # srun of Slurm 22.05.8 on two nodes.
 SRUN = {
     "SLURM_JOB_ID": "77",

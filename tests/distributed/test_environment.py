@@ -2,6 +2,7 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import hostlist
 import pytest
@@ -27,6 +28,7 @@ from tests.distributed.launcher_variables import (
     OPEN_MPI,
     SALLOC_SHELL,
     SRUN,
+    SRUN_ONE_TASK,
     SRUN_PMI2,
     TORCHRUN,
     without,
@@ -177,6 +179,19 @@ def test_a_launch_over_several_nodes_needs_an_address(environ, is_missing):
     with refusal if is_missing else nullcontext():
         refuse_another_launch(Config(), read)
     refuse_another_launch(Config.model_validate({"parallel": {"master_addr": "node1"}}), read)
+
+
+def test_one_task_of_slurm_may_start_the_processes_of_its_node():
+    two = Config.model_validate({"parallel": {"num_processes": 2}})
+    for environ in ({}, SRUN_ONE_TASK):
+        read = read_environment(environ)
+        assert read.may_spawn
+        refuse_another_launch(two, read)
+    for environ in (SRUN, OPEN_MPI, TORCHRUN, {"RANK": "0", "WORLD_SIZE": "1"}):
+        read = read_environment(environ)
+        assert not read.may_spawn
+        with pytest.raises(LaunchError, match=r"parallel.num_processes is 2 .* but .* started this process"):
+            refuse_another_launch(two, replace(read, is_address_missing=False))
 
 
 def test_address_and_port_may_default_and_count_as_given_where_either_is_set():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.distributed import local_spawn
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX, WORLD_VARIABLES, read_environment
 from finetune.distributed.local_spawn import run_as_processes
 from finetune.errors import LaunchError
@@ -34,6 +35,19 @@ def test_what_no_worker_could_run_again_is_refused(monkeypatch, file):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
     with pytest.raises(LaunchError, match=r"this session has none \(a notebook, python -c, or a script on standard in"):
         run_as_processes(2)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("first", "codes"), [(75, [75, 0]), (3, [3, -9])])
+def test_only_a_failed_worker_ends_the_others(monkeypatch, first, codes):
+    """Rank 0 ignores SIGTERM while it writes, for longer than the other processes of a failed run may take."""
+    monkeypatch.setattr(local_spawn, "_TERMINATE_SECONDS", 0.2)
+    writes = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(1.5)"
+    rank_0 = subprocess.Popen([sys.executable, "-S", "-c", writes], stdout=subprocess.PIPE)
+    with rank_0:
+        rank_0.stdout.readline()
+        rank_1 = subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({first})"])
+        assert local_spawn._wait_for([rank_1, rank_0]) == codes
 
 
 def test_a_launch_is_told_from_others_where_the_launcher_can():

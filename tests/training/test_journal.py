@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.compose import load_config
-from finetune.errors import RunFailedError
+from finetune.errors import PreemptedError, RunFailedError
 from finetune.fallbacks import Fallbacks
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation, Scores
@@ -18,11 +18,13 @@ from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.reporting.journal import Journal
+from finetune.training.reporting.trackers import Trackers
 from finetune.training.saver import publish_best
 from finetune.training.step import StepResult
 
 STEP = ["event", "step", "epoch", "loss", "learning_rate", "grad_norm"]
 STEP += ["num_targets", "num_tokens", "num_computed", "tokens_per_second"]
+WORLD = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None, "threads": {"count": 1}}
 RESOURCES = ["event", "step", "seconds", "tokens_per_second", "host_memory"]
 
 
@@ -33,9 +35,8 @@ def result(**changes: object) -> StepResult:
 
 def journal_in(folder: Path) -> Journal:
     words = ["model.path=x", "data.path=y", f"output_dir={folder}", "training.log_every=1"]
-    world = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None, "threads": {"count": 1}}
     return Journal(
-        load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=world,
+        load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=WORLD,
         global_batch={"global_batch_size": 8}, fingerprints={}, energy=lambda: {"cpu_joules": 2.5},
     )  # fmt: skip
 
@@ -98,3 +99,21 @@ def test_a_run_whose_folder_was_removed_ends_and_writes_nothing_into_the_next_ru
                 write()
         assert [path.name for path in other.path.iterdir()] == [".lock"]
         assert is_held(other.lock_file)
+
+
+def test_run_json_says_how_the_run_ended_before_the_trackers_finish(tmp_path):
+    class Uploading:
+        def log(self, values, step):
+            """Take everything."""
+
+        def finish(self):
+            seen.append(json.loads((tmp_path / "run.json").read_text())["status"])
+
+    seen = []
+    config = load_config(["model.path=a", "data.path=b", f"output_dir={tmp_path}"])
+    fallbacks = Fallbacks(strict=False)
+    journal = Journal(config, fallbacks, world=WORLD, global_batch={"global_batch_size": 8}, fingerprints={})
+    journal._events._trackers = Trackers(config, journal.folder, fallbacks)
+    journal._events._trackers._open["wandb"] = Uploading()
+    journal.close(PreemptedError("stopped after step 3"))
+    assert seen == ["preempted"]

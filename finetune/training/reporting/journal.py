@@ -270,7 +270,7 @@ class Journal:
         try:
             self._note_saved(self._saver.close(error))
             self.end_training()
-            self._events.close()
+            self._events.metrics.close()
             status, reason = _status(error), f"{type(error).__name__}: {error}"
             self._record.update(fallbacks=self._fallbacks.as_records())
             if status == "preempted":
@@ -278,6 +278,7 @@ class Journal:
             elif error is not None:
                 self.result["error"] = reason
             self._record.finish(status, self.result)
+            self._events.close()  # last, because a tracker may upload for longer than a launcher waits
             if error is None:
                 self._say_what_was_written()
                 step = self.result.get("best_step")
