@@ -21,8 +21,13 @@ def expected(dotted: str) -> str:
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``Did you mean a?`` with the closest choice, or nothing if none is close. `cutoff`: 1 is equal."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
-    return f"Did you mean {close[0]}?" if close else ""
+    close = closest(name, choices, cutoff)
+    return f"Did you mean {close}?" if close else ""
+
+
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the choice that is most like a name, or nothing if none is close. `cutoff`: 1 is equal."""
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
 
 
 def did_you_mean_key(dotted: str) -> str:

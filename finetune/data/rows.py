@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from finetune.data.columns import LABEL_WORDS, MEANINGS, find_columns, may_be_unread, show_names
+from finetune.data.columns import LABEL_WORDS, MEANINGS, NO_LABELS, find_columns, may_be_unread, show_names
 from finetune.data.formats import FORMATS, Example, Format, Reads, detect_format, find_unread, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.splits import digest_row
@@ -362,7 +362,8 @@ class _Columns:
         return f"{rows} (format {self._known.name}, columns {', '.join(shown)}){note}"
 
     def _describe_unused(self, name: str) -> str:
-        may_be_label = self._marks.get(name) and name not in self._labels and self._reads in ("answers", "chosen")
+        may_be_label = self._marks.get(name) and name not in (*self._labels, *NO_LABELS)
+        may_be_label = may_be_label and self._reads in ("answers", "chosen")
         words = "true or false" if self._marks.get(name) in ("true", "false") else "good or bad"
         note = f" ({words}; data.columns.label={name} makes it the label)" if may_be_label else ""
         return show_names([name]) + note
