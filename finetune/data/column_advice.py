@@ -78,10 +78,10 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
             f"{place} has the columns {show_names(row.value)}: it is one turn. Put the turns of a conversation into "
             "one row, as a list in a column messages."
         )
-    if settings := settings_among(row.value):
+    if others := settings_among(row.value):
         file = shlex.quote(examples.source.label)
         return (
-            f"{place} holds settings of another tool ({name_first(settings, _MAX_SETTINGS)}), and no row. Translate "
+            f"{place} holds settings of another tool ({name_first(others, _MAX_SETTINGS)}), and no row. Translate "
             f"the file with: finetune init --from {file} --file FILE.yaml"
         )
     expected = "; ".join(
@@ -108,7 +108,7 @@ def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> s
     files: dict[Format | None, list[str]] = {}
     for part in parts:
         first = next(part.rows(), None)
-        files.setdefault(first and _format_of(first, examples), []).append(part.label)
+        files.setdefault(None if first is None else _format_of(first, examples), []).append(part.label)
     way = "Write the rows of each into a file, and name both in data.mixture."
     if None not in files and len(files) > 1 and len(parts) <= _MAX_FILES:
         sources = [{"path": of_format if len(of_format) > 1 else of_format[0]} for of_format in files.values()]
