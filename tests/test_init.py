@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
 
+from finetune.cli.init import _check_rows, _validation_rows
 from finetune.config import load_config
 from finetune.config.compose import compose
 from finetune.config.config_files import resolve_shipped
@@ -155,6 +157,9 @@ def test_no_file_lets_code_run_and_the_command_does():
 @pytest.mark.process
 def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
     (tmp_path / "taken.yaml").write_text("mine\n")
+    (tmp_path / "part/b").mkdir(parents=True)
+    for name in ("part/1.jsonl", "part/b/2.jsonl"):
+        shutil.copy("chats.jsonl", name)
     with Screen([*FINETUNE, "init"], tmp_path) as screen:
         screen.wait_for("a folder or a hub id [phi_tiny]: ")
         assert "phi4_mini        Phi-4-mini, 3.8B parameters" in screen.text
@@ -164,12 +169,18 @@ def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
         screen.wait_for("which is shipped [chats.jsonl]: ")
         screen.press(b"./gone.jsonl\n")
         screen.wait_for("Error: there is no file or folder ./gone.jsonl")
+        screen.press(b"part\n")
+        screen.wait_for("Error: data.path is part, and 1 file in it would not be read: b/2.jsonl.")
         screen.press(b"chats.jsonl\n")
         screen.wait_for("The folder of the run [runs/chats-phi_tiny]: ")
+        screen.press(b"chats.jsonl\n")
+        screen.wait_for("is not a folder, or a part of the path is a file")
         screen.press(b"runs/taken\n")
         screen.wait_for("Error: its run file would be taken.yaml, which exists.")
         screen.press(b"\n")
         screen.wait_for("or a file [auto]: ")
+        screen.press(b"part\n")
+        screen.wait_for("Error: data.validation is part, which is neither a file nor a split of chats.jsonl")
         screen.press(b"6\n")
         assert screen.wait() == 0
     assert (
@@ -181,6 +192,19 @@ def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
     assert config.output_dir == "runs/chats-phi_tiny"
     assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "chats.jsonl")
     assert config.data.validation == "6"
+
+
+def test_rows_that_need_a_setting_are_named_and_taken(capsys):
+    Path("excel.csv").write_text("prompt;completion\nq;a\n")
+    _check_rows(["data=excel.csv"])
+    assert "set data.separator=;" in " ".join(capsys.readouterr().out.split()).replace("'", "")
+    _check_rows(["data=excel.csv", "data.separator=;"])
+    assert not capsys.readouterr().out
+    for answer in ("auto", "null", "none", "5%", "200", "chats.jsonl"):
+        assert _validation_rows(["data=chats.jsonl"], answer) == answer
+    for answer in ("0", "rows", "gone.jsonl"):
+        with pytest.raises(typer.BadParameter, match=f"data.validation is {answer}"):
+            _validation_rows(["data=chats.jsonl"], answer)
 
 
 def test_the_file_trains():

@@ -23,13 +23,14 @@ from finetune.config.config_files import GROUPS, files_in, is_address, is_list_o
 from finetune.config.keys import code_keys, fields, section_class, values
 from finetune.config.listing import MADE_FOR, list_configs, list_model_families, other_models
 from finetune.config.render import SCHEMA_FILE, SCHEMA_LINE, TRAIN_WITH, inline_yaml, schema_text
-from finetune.config.schema import AUTO_VALIDATION, Config, name_files
+from finetune.config.schema import AUTO_VALIDATION, Config, as_list, name_files
 from finetune.config.yaml_reader import COMMAND_LINE
-from finetune.data.examples import holds_out_by_default, is_all_here, load_examples
+from finetune.data.examples import check_local_rows, holds_out_by_default, is_all_here, load_examples
 from finetune.data.readers import SUFFIXES, suffix_of
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import CheckpointError, ConfigError, FinetuneError
 from finetune.logs import importing, waiting
 from finetune.runs.default_folder import with_chosen_folder
+from finetune.runs.folder import RunFolder
 from finetune.terminal import say
 
 if TYPE_CHECKING:
@@ -239,7 +240,9 @@ def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) ->
     }
     chosen = {override.partition("=")[0] for override in overrides}
     still_open = [group for group in _DEFAULTS if not is_set[group] and group not in chosen]
-    answers = [f"{group}={_QUESTIONS[group]() if is_asking else _DEFAULTS[group]}" for group in still_open]
+    answers: list[str] = []
+    for group in still_open:
+        answers.append(f"{group}={_QUESTIONS[group]([*overrides, *answers]) if is_asking else _DEFAULTS[group]}")
     config = config_from_overrides([*overrides, *answers], command="init", complete=False)
     if config.origin("output_dir") == "default":
         place = with_chosen_folder(config).output_dir
@@ -247,29 +250,31 @@ def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) ->
             place = _prompt("The folder of the run", place, partial(_free_folder, file))
         answers.append(f"output_dir={place}")
     if config.origin("data.validation") == "default" and holds_out_by_default(config.data):
-        rows = _prompt(_ASK_VALIDATION, AUTO_VALIDATION, str) if is_asking else AUTO_VALIDATION
+        check = partial(_validation_rows, [*overrides, *answers])
+        rows = _prompt(_ASK_VALIDATION, AUTO_VALIDATION, check) if is_asking else AUTO_VALIDATION
         answers.append(f"data.validation={rows}")
     return answers
 
 
-def _ask_model() -> str:
+def _ask_model(overrides: Sequence[str]) -> str:
     say(f"{MADE_FOR}:")
     for name, description in list_model_families()[MADE_FOR]:
         say(f"  {name:<16} {description}", indent=" " * 19)
     say("It trains these too (finetune config list describes them):")
     for line in other_models():
         say(f"  {line}", indent=" " * 4)
-    return _prompt("Model: one of these, a folder or a hub id", _DEFAULTS["model"], partial(_existing, "model"))
+    question = "Model: one of these, a folder or a hub id"
+    return _prompt(question, _DEFAULTS["model"], partial(_existing, "model", overrides))
 
 
-def _ask_data() -> str:
+def _ask_data(overrides: Sequence[str]) -> str:
     here = sorted(path.name for path in Path().glob("*.jsonl"))
     default = here[0] if len(here) == 1 else _DEFAULTS["data"]
     question = "Data: a file, a folder, a hub id, or orders, which is shipped"
-    return _prompt(question, default, partial(_existing, "data"))
+    return _prompt(question, default, partial(_existing, "data", overrides))
 
 
-_QUESTIONS: dict[str, Callable[[], str]] = {"model": _ask_model, "data": _ask_data}
+_QUESTIONS: dict[str, Callable[[Sequence[str]], str]] = {"model": _ask_model, "data": _ask_data}
 
 
 def _prompt(question: str, default: str, check: Callable[[str], str]) -> str:
@@ -280,7 +285,7 @@ def _prompt(question: str, default: str, check: Callable[[str], str]) -> str:
     return answer
 
 
-def _existing(group: str, answer: str) -> str:
+def _existing(group: str, overrides: Sequence[str], answer: str) -> str:
     """Refuse a name that is neither a config with a path of its own, nor a path that exists, nor a hub id."""
     try:
         path = getattr(compose([f"{group}={answer}"], complete=False), group).path
@@ -293,10 +298,41 @@ def _existing(group: str, answer: str) -> str:
         if path.startswith((".", "/", "~")) or path.count("/") != 1 or suffix_of(where) in SUFFIXES:
             raise typer.BadParameter(f"there is no file or folder {path} (looked in {Path.cwd()}).")
         say(f"{path} is not a folder here: it is read from the Hugging Face Hub.")
+    elif group == "data" and not any(map(is_address, as_list(path))):
+        _check_rows([*overrides, f"data={answer}"])
+    return answer
+
+
+def _check_rows(overrides: Sequence[str]) -> None:
+    """Refuse rows on this machine that cannot be read, and say what the run file must set to read the first one."""
+    config = config_from_overrides(overrides, command="init", complete=False)
+    try:
+        check_local_rows(config.data)
+    except FinetuneError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        check_local_rows(config.data, config.objective.reads)
+    except FinetuneError as error:
+        say(f"These rows need more settings, in the run file or in this command: {error}")
+
+
+def _validation_rows(overrides: Sequence[str], answer: str) -> str:
+    """Refuse an answer that is neither a size nor rows that can be read, if the training rows can be read."""
+    with suppress(FinetuneError):
+        check_local_rows(config_from_overrides(overrides, command="init", complete=False).data)
+        try:
+            answered = [*overrides, f"data.validation={answer}"]
+            check_local_rows(config_from_overrides(answered, command="init", complete=False).data)
+        except FinetuneError as error:
+            raise typer.BadParameter(str(error).removeprefix(f"{COMMAND_LINE}: ")) from None
     return answer
 
 
 def _free_folder(file: Path | None, answer: str) -> str:
+    try:
+        RunFolder(answer).check()
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from None
     if file is None and _file_of(answer).exists():
         raise typer.BadParameter(f"its run file would be {_file_of(answer)}, which exists. Name another folder.")
     return answer

@@ -36,6 +36,7 @@ from finetune.config.config_files import (
     is_path,
     is_run_file,
     local_path,
+    override_like,
     shown_path,
 )
 from finetune.config.keys import fields, section_class, takes, takes_text
@@ -295,7 +296,7 @@ def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[st
         if not equals or not key or key.startswith("-"):
             from finetune.config.key_advice import how_to_write
 
-            problems.append(f"{origin}: {override}: {how_to_write(override, before)}")
+            problems.append(f"{origin}: {override}: {how_to_write(override, before, override_like(override))}")
         elif not value.strip():
             from finetune.config.key_advice import did_you_mean_key, expected
 

@@ -34,6 +34,7 @@ _TASKS_ELSEWHERE = {"sft": "finetune_lora", "dpo": "finetune_preferences", "pt":
 LOCAL = "file://"
 """What a path may begin with."""
 _SUFFIXES = (".yaml", ".yml")
+_SUFFIXES_OF_ROWS = re.compile(r"(\.(jsonl?|ndjson|csv|tsv|parquet|gz|zst|bz2|xz))+$")
 
 
 def shipped_folder(name: Literal["configs", "recipes", "docs"]) -> Path:
@@ -127,10 +128,11 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         return files[ours]
     if group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file():
         return saved
-    from finetune.config.key_advice import did_you_mean
+    from finetune.config.key_advice import closest
 
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
+    stems = {_SUFFIXES_OF_ROWS.sub("", candidate): candidate for candidate in [*here, *files]}  # else all are alike
     hint = PATH_INSTEAD.get(group, "")
     if group == RUN_FILES and path_exists(name):
         hint = f"For rows write data={name}, for a model model={name}."
@@ -140,7 +142,8 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
     if group in (*PATH_INSTEAD, RUN_FILES) and not path_exists(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
-    close = "" if hint.startswith("Did") else did_you_mean(name, [*files, *here])
+    near = "" if hint.startswith("Did") else closest(_SUFFIXES_OF_ROWS.sub("", name), stems)
+    close = f"Did you mean {stems[near]}?" if near else ""
     problems.append(" ".join(filter(None, (f"{message}.", there, close, hint))))
     return None
 

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune.config.config_files import override_like
 from finetune.config.keys import fields, section_class, takes
 from finetune.config.older_spelling import RENAMED
 from finetune.config.other_tools import OUR_NAME
@@ -21,8 +20,13 @@ def expected(dotted: str) -> str:
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``Did you mean a?`` with the closest choice, or nothing if none is close. `cutoff`: 1 is equal."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
-    return f"Did you mean {close[0]}?" if close else ""
+    close = closest(name, choices, cutoff)
+    return f"Did you mean {close}?" if close else ""
+
+
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the choice that is most like a name, or nothing if none is close. `cutoff`: 1 is equal."""
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
 
 
 def did_you_mean_key(dotted: str) -> str:
@@ -41,8 +45,11 @@ def did_you_mean_key(dotted: str) -> str:
     return f"Did you mean {' or '.join(same)}?" if same else did_you_mean(dotted, fields())
 
 
-def how_to_write(override: str, before: str) -> str:
-    """Complete a message about an override without a key. `before` is the override before it."""
+def how_to_write(override: str, before: str, choice: str) -> str:
+    """Complete a message about an override without a key.
+
+    `before` is the override before it, and `choice` the override that chooses a file of its name, if there is one.
+    """
     if override.startswith("-"):
         name = override.lstrip("-").partition("=")[0]
         return f"there is no such option. A key is set by {name}=VALUE or --{name} VALUE."
@@ -50,7 +57,7 @@ def how_to_write(override: str, before: str) -> str:
     if takes(key, list):
         items = f"{value},{override}".replace(",,", ",").strip("[],")
         return f"expected key=value. Write a list in brackets: '{key}=[{items}]'."
-    if choice := override_like(override):
+    if choice:
         return f"expected key=value. Did you mean {choice}?"
     return "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
 

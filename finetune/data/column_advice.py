@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from finetune.config.other_tools import settings_among
+from finetune.config.render import inline_yaml
 from finetune.config.schema import ROW_COLUMNS
 from finetune.data.columns import (
     MEANINGS,
@@ -17,9 +18,9 @@ from finetune.data.columns import (
     meaning_of,
     show_names,
 )
-from finetune.data.formats import OF_PROMPT, Reads, detect_format, find_unread, parse_row
+from finetune.data.formats import OF_PROMPT, Format, Reads, detect_format, find_unread, parse_row
 from finetune.data.preference_formats import FORMATS_OF
-from finetune.data.readers import RawRow, RowSource
+from finetune.data.readers import JoinedRows, RawRow, RowSource
 from finetune.data.values import BadRowError
 from finetune.units import name_first
 
@@ -27,6 +28,7 @@ _OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labell
 """The objective that a message proposes for rows of each type."""
 
 _MAX_SETTINGS = 3
+_MAX_FILES = 10
 
 
 class ReadRows(Protocol):
@@ -76,10 +78,10 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
             f"{place} has the columns {show_names(row.value)}: it is one turn. Put the turns of a conversation into "
             "one row, as a list in a column messages."
         )
-    if settings := settings_among(row.value):
+    if others := settings_among(row.value):
         file = shlex.quote(examples.source.label)
         return (
-            f"{place} holds settings of another tool ({name_first(settings, _MAX_SETTINGS)}), and no row. Translate "
+            f"{place} holds settings of another tool ({name_first(others, _MAX_SETTINGS)}), and no row. Translate "
             f"the file with: finetune init --from {file} --file FILE.yaml"
         )
     expected = "; ".join(
@@ -96,6 +98,36 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
         f"{place} has the columns {show_names(row.value)}. Expected those of one format "
         f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
     )
+
+
+def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> str:
+    """Say how to read a row whose columns are those of another format than `known`; empty if they are of none."""
+    if _format_of(row, examples) in (None, known):
+        return ""
+    parts = examples.source.parts if isinstance(examples.source, JoinedRows) else []
+    files: dict[Format | None, list[str]] = {}
+    for part in parts:
+        first = next(part.rows(), None)
+        files.setdefault(None if first is None else _format_of(first, examples), []).append(part.label)
+    way = "Write the rows of each into a file, and name both in data.mixture."
+    if None not in files and len(files) > 1 and len(parts) <= _MAX_FILES:
+        sources = [{"path": of_format if len(of_format) > 1 else of_format[0]} for of_format in files.values()]
+        mixture = shlex.quote(f"data.mixture={inline_yaml(sources)}")
+        way = f"Set {mixture} to read these files as they are."
+    return f"All rows of a source have one format. {way}"
+
+
+def _format_of(row: RawRow, examples: ReadRows) -> Format | None:
+    """Return the format in which a row can be read as it is."""
+    if not isinstance(row.value, Mapping):
+        return None
+    known = detect_format(row.value, examples.columns, FORMATS_OF[examples.reads])
+    try:
+        if known is not None:
+            parse_row(row.value, known, examples.columns, is_table=row.is_table)
+    except BadRowError:
+        return None
+    return known
 
 
 def _has_other_texts(row: RawRow, columns: Mapping[str, str]) -> bool:

@@ -20,6 +20,9 @@ BAD_LABELS = ("is_bad", "bad", "undesirable", "thumbs_down")
 LABEL_WORDS = (("true", "false"), ("good", "bad"), ("thumbs_up", "thumbs_down"))
 """Pairs of texts that are labels, and never the classes of a classification set."""
 
+NO_LABELS = ("parallel_tool_calls", "stream", "store", "logprobs")
+"""Arguments of OpenAI's requests that are true or false, and no labels."""
+
 
 class Meaning(NamedTuple):
     """What is known about the names of a column."""

@@ -93,6 +93,6 @@ def parse_split_size(text: str, split: str) -> SplitSize | None:
     if not 0 < fraction < 1:
         raise DataError(
             f"data.{split} is {text}: expected a fraction of the training rows above 0 and below 1 (0.05 or 5%), a "
-            "number of rows (200), the name of a split, or a file."
+            "number of rows (200), the name of a split, a file, or none."
         )
     return SplitSize(text, fraction=fraction)

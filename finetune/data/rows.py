@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from finetune.data.columns import LABEL_WORDS, MEANINGS, find_columns, may_be_unread, show_names
+from finetune.data.columns import LABEL_WORDS, MEANINGS, NO_LABELS, find_columns, may_be_unread, show_names
 from finetune.data.formats import FORMATS, Example, Format, Reads, detect_format, find_unread, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.splits import digest_row
@@ -62,8 +62,11 @@ class RowProblems:
         if len(places) < _MAX_PLACES:
             places.append(place)
 
-    def raise_if_any(self, label: str, num_rows: int, proposal: str = "") -> None:
-        """Raise a DataError if a row was noted that is not dropped. `proposal` is what can be set if all rows were."""
+    def raise_if_any(self, label: str, num_rows: int, proposal: str = "", way: str = "") -> None:
+        """Raise a DataError if a row was noted that is not dropped.
+
+        `proposal` is what can be set if all rows were noted, and `way` a sentence on how to read them as they are.
+        """
         if not self.count or (self._drops and self.count < num_rows):
             return
         shown = []
@@ -74,7 +77,7 @@ class RowProblems:
         num_left = self.count - sum(self._reasons[reason] for reason in islice(self._problems, _MAX_SHOWN))
         more = [f"  and {num_left:,} more for other reasons"] if num_left else []
         head = f"{label}: {self.count} of {num_rows} rows cannot be used:"
-        advice = "Correct or remove them, then start again"
+        advice = f"{way} Or correct or remove them" if way else "Correct or remove them, then start again"
         if self.count < num_rows:
             proposal = "data.on_bad_row=drop to leave them out" if self._can_drop else ""
         advice += f", or set {proposal}." if proposal else "."
@@ -282,7 +285,12 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
         from finetune.data.column_advice import propose_settings
 
         grpo = propose_settings(first_bad, examples, "prompts")
-    problems.raise_if_any(source.label, count + problems.count, grpo and f"{grpo} to learn from rewards")
+    way = ""
+    if first_bad is not None and examples.format == "auto":
+        from finetune.data.column_advice import advise_on_second_format
+
+        way = advise_on_second_format(first_bad, known, examples)
+    problems.raise_if_any(source.label, count + problems.count, grpo and f"{grpo} to learn from rewards", way)
     assert first is not None  # there is a row, and not all have a problem
     note = columns.check(count)
     if not examples.read_as:
@@ -354,7 +362,8 @@ class _Columns:
         return f"{rows} (format {self._known.name}, columns {', '.join(shown)}){note}"
 
     def _describe_unused(self, name: str) -> str:
-        may_be_label = self._marks.get(name) and name not in self._labels and self._reads in ("answers", "chosen")
+        may_be_label = self._marks.get(name) and name not in (*self._labels, *NO_LABELS)
+        may_be_label = may_be_label and self._reads in ("answers", "chosen")
         words = "true or false" if self._marks.get(name) in ("true", "false") else "good or bad"
         note = f" ({words}; data.columns.label={name} makes it the label)" if may_be_label else ""
         return show_names([name]) + note

@@ -89,6 +89,18 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("typed", "close"), [("nothere.jsonl", ""), ("openia.jsonl", "openai.jsonl"), ("openai.json", "openai.jsonl")]
+)
+def test_files_are_alike_without_their_suffixes(tmp_path, monkeypatch, typed, close):
+    monkeypatch.chdir(tmp_path)
+    for name in ("openai.jsonl", "c.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as caught:
+        config_from_overrides(["model=phi_tiny", f"data={typed}"])
+    assert re.findall(r"Did you mean (.*?)\?", str(caught.value)) == ([close] if close else [])
+
+
+@pytest.mark.parametrize(
     ("file", "is_refused"),
     [
         ({"output_dir": "out", "learning_rate": 5e-5, "num_train_epochs": 3.0, "x": 1}, True),

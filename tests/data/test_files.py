@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import shlex
 
 import pytest
 
@@ -179,6 +180,21 @@ def test_files_in_subfolders_that_are_read_or_are_no_rows(make_section, put, log
     assert [line for line in logged() if "not read" in line] == (
         [f"d: in no split, and not read unless a key of data names them: {warned}"] if warned else []
     )
+
+
+def test_files_of_two_formats_are_read_as_a_mixture(make_section, put):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "c"}]
+    chat = json.dumps({"messages": turns}).encode() + b"\n"
+    put({"a.jsonl": A, "b.jsonl": B, "c.jsonl": chat, "both.jsonl": A + chat})
+    with pytest.raises(DataError) as caught:
+        list(load_examples(make_section(path=["a.jsonl", "c.jsonl", "b.jsonl"])).train)
+    [override] = [word for word in shlex.split(str(caught.value)) if word.startswith("data.mixture=")]
+    advised = compose(["model=phi_tiny", override])
+    assert answers(load_examples(advised.data.model_copy(update={"validation": None})).train) == "abc"
+    with pytest.raises(DataError, match=r"Write the rows of each into a file, and name both in data\.mixture\. Or"):
+        list(load_examples(make_section(path="both.jsonl")).train)
+    with pytest.raises(DataError, match=r"no column messages; it has prompt, completion\nCorrect or remove them"):
+        list(load_examples(make_section(path="both.jsonl", format="messages")).train)
 
 
 PARTS = {

@@ -326,12 +326,12 @@ def test_a_part_of_the_prompt_that_is_not_read_is_a_fallback_also_from_the_cache
 
 
 def test_columns_that_are_not_used_are_named_every_time(make_section, write_jsonl, logged):
-    row = {"messages": [USER, GOOD], "id": 1, "source": "web", "reviewed": True}
+    row = {"messages": [USER, GOOD], "id": 1, "parallel_tool_calls": False, "reviewed": True}
     section = make_section(path=write_jsonl([row]))
     for times in (1, 2):
         (read_as,) = encode_train(section).read_as
-        named = "columns not used: id, source, reviewed (true or false; data.columns.label=reviewed makes it the label)"
-        assert read_as.endswith(named)
+        named = "id, parallel_tool_calls, reviewed (true or false; data.columns.label=reviewed makes it the label)"
+        assert read_as.endswith(f"; columns not used: {named}")
         assert sum(named in line for line in logged()) >= times
 
 
