@@ -39,7 +39,7 @@ class MeasuredModel:
     equal_answers: int
     """Greedy answers that equal those on the base in 4 bits."""
     verdict: PairedVerdict | None
-    """Whether its loss differs from the loss on the base in 4 bits. None for that base, and for a single row."""
+    """Whether its loss differs from the loss on the base in 4 bits. None for that base, and if all rows are equal."""
 
     def as_record(self) -> dict[str, Any]:
         """Return plain values for a certificate."""
@@ -102,7 +102,8 @@ def measure_merge(
                 name=name,
                 loss=of.tuned.loss,
                 equal_answers=sum(a.answers["tuned"] == text for a, text in zip(of.answers, texts, strict=True)),
-                verdict=None if name == IN_4_BITS or of.num_rows < 2 else of.against(trained, name).verdicts["loss"],
+                # Named "base", because only another run is refused if there are fewer than two different rows.
+                verdict=None if name == IN_4_BITS else of.against(trained, "base").verdicts.get("loss"),
             )
             for name, of in measured.items()
         ),

@@ -125,6 +125,7 @@ def evaluate_model(
             for place, row in enumerate(chosen if is_writer else ())
         ),
         rows={name: RowValues(*losses[name].tolist(), measured[name]) for name in names},
+        contents=_contents(examples, dialogue.rows, measured["tuned"]),
         num_left_out=loader.num_left_out,
         num_unended=unended,
         num_answers=len(chosen),
@@ -206,6 +207,17 @@ class Dialogues:
 
     def _decode(self, ids: Iterable[int]) -> str:
         return str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _contents(
+    examples: EncodedExamples, answered: Sequence[int], measured: Mapping[str, Sequence[float]]
+) -> dict[str, list[bytes]]:
+    """Return the content of each row that has a value: all rows for the loss, the answered ones for each metric."""
+    every = [*examples.digests(with_targets=True)]
+    of_metrics = {
+        name: [every[row] for row, _ in zip(answered, values, strict=False)] for name, values in measured.items()
+    }
+    return {"loss": every, **of_metrics}
 
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from finetune.errors import ConfigError
 from finetune.inference.answers import SHARES
 from finetune.inference.forgetting import Forgetting
-from finetune.inference.verdict import PairedVerdict, judge_rows, standard_error
+from finetune.inference.verdict import PairedVerdict, judge_distinct_rows, standard_error
 from finetune.terminal import print_table, print_texts, say
 from finetune.units import counted
 
@@ -102,6 +102,9 @@ class Evaluation:
     rows: Mapping[ModelName, RowValues] = field(default_factory=dict)
     row_digests: Sequence[str] = ()
     """The content of each row."""
+    contents: Mapping[str, Sequence[Hashable]] = field(default_factory=dict)
+    """The prompt and the answer of each row that has a value, as digests of tokens, for each metric and the loss. Rows
+    with equal content are copies. A name that is missing has no copies."""
     tokens: str = ""
     """A digest of the tokens and targets of all rows."""
     other_name: str = "base"
@@ -125,20 +128,26 @@ class Evaluation:
 
     @cached_property
     def verdicts(self) -> dict[str, PairedVerdict]:
-        """The comparison of both models by each metric and the loss; empty with one model, or fewer than two rows."""
+        """The comparison of both models by each metric and the loss, where two rows differ; empty with one model."""
         if not {"base", "tuned"} <= self.rows.keys():
             return {}
         base, tuned = self.rows["base"], self.rows["tuned"]
         verdicts = {
-            name: judge_rows(name, values, base.metrics[name])
+            name: judge_distinct_rows(name, values, base.metrics[name], self.contents.get(name) or range(len(values)))
             for name, values in tuned.metrics.items()
-            if len(values) > 1 and name in base.metrics
+            if name in base.metrics
         }
-        with_loss = [row for row, count in enumerate(tuned.num_targets) if count]
-        if tuned.num_targets == base.num_targets and len(with_loss) > 1:
+        if tuned.num_targets == base.num_targets:
+            with_loss = [row for row, count in enumerate(tuned.num_targets) if count]
             sizes, judged, other = ([of[row] for row in with_loss] for of in (tuned.num_targets, tuned.nats, base.nats))
-            verdicts["loss"] = judge_rows("loss", judged, other, weights=sizes)
-        return verdicts
+            contents = self.contents.get("loss") or range(len(tuned.nats))
+            verdicts["loss"] = judge_distinct_rows("loss", judged, other, [contents[row] for row in with_loss], sizes)
+        return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
+
+    @property
+    def only_copies(self) -> list[str]:
+        """The metrics, or the loss, without a verdict because all rows are copies of one row."""
+        return [name for name, rows in self.contents.items() if self.base and len(rows) > 1 and len(set(rows)) == 1]
 
     def exceeded(self, margins: Mapping[str, float]) -> list[str]:
         """Return a sentence for each metric that is worse than its margin allows, or cannot be compared.
@@ -148,8 +157,9 @@ class Evaluation:
         """
         if missing := margins.keys() - self.verdicts.keys():
             raise ConfigError(
-                f"--fail-if-worse {missing.pop()}: there is no verdict on it. It needs at least two rows and a second "
-                "model (--against RUN2, or testing.compare_base=true), and for the loss the same tokens in both."
+                f"--fail-if-worse {missing.pop()}: there is no verdict on it. It needs at least two different rows and "
+                "a second model (--against RUN2, or testing.compare_base=true), and for the loss the same tokens in "
+                "both."
             )
         return [
             f"{name} does not pass --fail-if-worse ({margin:g}): {self.verdicts[name]}"
@@ -164,12 +174,14 @@ class Evaluation:
         model's is kept.
 
         Raises:
-            ConfigError: the other evaluation is of other rows, or there are fewer than two.
+            ConfigError: the other evaluation is of other rows, or there are fewer than two different ones.
         """
-        if self.row_digests != other.row_digests or (self.num_rows < 2 and name != "base"):
+        counts = [len(set(each.contents.get("loss") or range(each.num_rows))) for each in (self, other)]
+        if self.row_digests != other.row_digests or (min(counts) < 2 and name != "base"):
             raise ConfigError(
-                f"{name} cannot be compared on these rows: at least two are needed, the same for both runs. Without "
-                f"training rows, {self.num_rows:,} and {other.num_rows:,} are left. Give others with data.test=FILE."
+                f"{name} cannot be compared on these rows: at least two different ones are needed, the same for both "
+                f"runs. Without training rows and copies, {counts[0]:,} and {counts[1]:,} are left. Give others with "
+                "data.test=FILE."
             )
         scores, values = other.tuned, other.rows["tuned"]
         if self.tokens != other.tokens:
@@ -184,7 +196,18 @@ class Evaluation:
         )
         both, rows = {"base": scores, **self.scores}, {"base": values, **self.rows}
         unended: dict[ModelName, int] = {"base": other.num_unended.get("tuned", 0), **self.num_unended}
-        return replace(self, scores=both, rows=rows, answers=tuple(answers), other_name=name, num_unended=unended)
+        contents = {  # a copy for one tokenizer may be another row for the other one
+            key: [*zip(ours, other.contents.get(key, ours), strict=True)] for key, ours in self.contents.items()
+        }
+        return replace(
+            self,
+            scores=both,
+            rows=rows,
+            contents=contents,
+            answers=tuple(answers),
+            other_name=name,
+            num_unended=unended,
+        )
 
     @property
     def tuned(self) -> Scores:
@@ -244,6 +267,9 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int = 3,
         _show_subsets(evaluation.subsets)
     for name, verdict in evaluation.verdicts.items():
         say(f"{LABELS.get(name, name)}: {verdict}", indent="  ")
+    for name in evaluation.only_copies:
+        rows_of = counted(len(evaluation.contents[name]), "row")
+        say(f"{LABELS.get(name, name)}: no verdict, because {rows_of} are copies of one row", indent="  ")
     if evaluation.unended:
         say(evaluation.unended, indent="  ")
     if evaluation.forgetting is not None and (with_perplexity or not evaluation.forgetting.why_not):

@@ -213,9 +213,11 @@ def measure_suites(
     for metric, tasks in suites:
         answers: dict[ModelName, list[Answer]] = {}
         unended: dict[ModelName, int] = {}
+        encoded: list[list[list[int]]] = []
         for name in evaluation.scores:
             model, tokenizer = other if name == "base" and other is not None else tuned
             prompts = Suite(metric, tasks).encode(tokenizer)
+            encoded.append(prompts)
             stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
             switch_off = model.disable_adapter if name == "base" and other is None else nullcontext
             with switch_off(), waiting(f"answering the {counted(len(prompts), 'prompt')} of {metric}"):
@@ -248,6 +250,10 @@ def measure_suites(
             answers=(*evaluation.answers, *rows),
             num_answers=evaluation.num_answers + len(rows),
             num_unended=unended,
+            contents={
+                **evaluation.contents,
+                metric: [(task.expected, str(ids)) for task, *ids in zip(tasks, *encoded, strict=True)],
+            },
             scores={
                 name: replace(scores, metrics={**scores.metrics, metric: fmean(values[name])})
                 for name, scores in evaluation.scores.items()

@@ -12,8 +12,8 @@ Two tests, each with an interval that leaves out 0 exactly where p <= 0.05:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -47,6 +47,8 @@ class PairedVerdict:
     """How many rows would show a difference of this size in 80 of 100 cases; None without a difference or interval."""
     num_not_finite: int = 0
     """Rows that cannot be compared, because a value is not finite."""
+    num_copies: int = 0
+    """Rows that are copies of an earlier row. All other fields leave them out."""
 
     @property
     def result(self) -> Literal["better", "worse", "no difference", "not comparable"]:
@@ -67,15 +69,16 @@ class PairedVerdict:
         """Return a sentence without the metric's name."""
         text: str = self.result
         counts = f"{self.num_better:,} rows better, {self.num_worse:,} worse, {self.num_equal:,} equal"
+        copies = f"; copies of these rows, which do not count again: {self.num_copies:,}" if self.num_copies else ""
         if self.num_not_finite:
-            return f"{text}: {counts}, {self.num_not_finite:,} with a value that is not finite"
+            return f"{text}: {counts}, {self.num_not_finite:,} with a value that is not finite{copies}"
         if self.p_value > LEVEL:
             num_rows = self.num_better + self.num_worse + self.num_equal
             text += f" that {num_rows:,} rows could show"
             if self.rows_needed is not None and self.rows_needed > num_rows:
                 text += f" (about {self.rows_needed:,} rows would show one of this size)"
         interval = "unknown" if self.low is None else f"{self.low:+.4f} to {self.high:+.4f}"
-        return f"{text}: {self.difference:+.4f}, 95 % interval {interval}, p = {self.p_value:.2g}; {counts}"
+        return f"{text}: {self.difference:+.4f}, 95 % interval {interval}, p = {self.p_value:.2g}; {counts}{copies}"
 
     def as_record(self) -> dict[str, Any]:
         """Return plain values, with the result and the sentence."""
@@ -124,6 +127,29 @@ def judge_rows(
         rows_needed=_rows_needed(delta, sizes, difference, error) if is_bounded and difference else None,
         num_not_finite=int(np.isnan(delta).sum()),
     )
+
+
+def judge_distinct_rows(
+    metric: str,
+    judged: Sequence[float],
+    other: Sequence[float],
+    contents: Sequence[Hashable],
+    weights: Sequence[float] = (),
+) -> PairedVerdict | None:
+    """Compare two models on the rows with different contents. Return None if there are fewer than two.
+
+    Losses and greedy answers depend on the content of a row alone, so its copies say nothing more about chance. The
+    first of equal rows stands for all of them. For the other arguments, see `judge_rows`.
+    """
+    first_of: dict[Hashable, int] = {}
+    for row, content in enumerate(contents):
+        first_of.setdefault(content, row)
+    rows = [*first_of.values()]
+    if len(rows) < 2:
+        return None
+    first, second = ([values[row] for row in rows] for values in (judged, other))
+    verdict = judge_rows(metric, first, second, [weights[row] for row in rows] if len(weights) else ())
+    return replace(verdict, num_copies=len(contents) - len(rows))
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from finetune.engine.supported import called_layers
 from finetune.errors import FinetuneError
 from finetune.inference.losses import measure_losses
-from finetune.inference.verdict import judge_rows
+from finetune.inference.verdict import judge_distinct_rows
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode, states_in_4_bits
 from finetune.model.quantized import weights_from_disk
@@ -54,13 +54,15 @@ def say_what_merging_changes(
     except (FinetuneError, OSError) as error:  # the base may be gone by now; the run is complete all the same
         why_not = str(error).removesuffix(".")
     rows = [row for row in nats if tested.num_targets[row]]
-    if len(rows) < 2:
-        sentence = f"What merging changes was not measured: {why_not or 'it takes two rows'}. `finetune verify {path}` "
-        record, sentence = {}, sentence + "measures it."
+    sizes, after, before = ([of[row] for row in rows] for of in (tested.num_targets, nats, tested.nats))
+    contents = [evaluation.contents["loss"][row] for row in rows]
+    verdict = judge_distinct_rows("loss", after, before, contents, weights=sizes)
+    if verdict is None:
+        why_not = why_not or "it takes two different rows"
+        sentence = f"What merging changes was not measured: {why_not}. `finetune verify {path}` measures it."
+        record = {}
     else:
-        sizes, after, before = ([of[row] for row in rows] for of in (tested.num_targets, nats, tested.nats))
         loss, loss_in_4_bits = sum(after) / sum(sizes), sum(before) / sum(sizes)
-        verdict = judge_rows("loss", after, before, weights=sizes)
         record = {**verdict.as_record(), "loss": loss, "loss_in_4_bits": loss_in_4_bits, "num_rows": len(rows)}
         sentence = (
             "Merging moves the adapter from the base in 4 bits to the base on disk. "

@@ -449,8 +449,42 @@ def test_rows_that_either_run_was_trained_on_are_left_out(figures, own_copy, ada
             assert (found["num_rows"], found["trained_rows_left_out"]) == (2, num_trained)
             assert found["verdict"]["loss"]["result"] == "no difference"
         else:
-            with pytest.raises(ConfigError, match="at least two are needed"):
+            with pytest.raises(ConfigError, match="at least two different ones are needed"):
                 figures_of()
+
+
+@pytest.mark.slow
+def test_copies_of_rows_count_once_in_every_verdict(figures, measured, adapter_run, full_run, tmp_path, capsys):
+    turns = [(f"What is {n} plus {n}?", str(2 * n)) for n in range(3)]
+    roles = "user", "assistant"
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in zip(roles, pair, strict=True)]}
+        for pair in turns
+    ]
+    words = [f"data.test={tmp_path / 'test.jsonl'}", "data.on_overlap=warn", "testing.general_prompts=none"]
+    words += ["testing.max_new_tokens=4", "testing.num_samples=0"]
+    suite = [{"prompt": f"Name {n} colours.", "refused": False} for n in range(3)]
+
+    def verdicts_of(num_copies, num_rows=3, **options):
+        for name, of_file in {"test": rows, "asked": suite}.items():
+            lines = [json.dumps(row) + "\n" for row in of_file[:num_rows]]
+            (tmp_path / f"{name}.jsonl").write_text("".join(lines * (1 + num_copies)))
+        found = figures(adapter_run, *words, metric=["token_f1"], suite=[str(tmp_path / "asked.jsonl")], **options)
+        return found["verdict"]
+
+    for options in ({}, {"against": full_run}):
+        once, often = verdicts_of(0, **options), verdicts_of(3, **options)
+        assert list(once) == list(often)
+        for name, verdict in often.items():
+            assert verdict["sentence"] == f"{once[name]['sentence']}; copies of these rows, which do not count again: 9"
+            expected = {**once[name], "num_copies": 9, "sentence": verdict["sentence"]}
+            assert verdict == pytest.approx(expected, abs=1e-6)
+    assert verdicts_of(11, num_rows=1) == {}
+    with pytest.raises(ConfigError, match="It needs at least two different rows"):
+        evaluate(adapter_run, [*words, "testing.metrics=[]"], fail_if_worse=["loss"])
+    assert "loss: no verdict, because 12 rows are copies of one row" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="Without training rows and copies, 1 and 1 are left"):
+        evaluate(adapter_run, [*words, "testing.metrics=[]"], against=full_run)
 
 
 def test_losses_over_other_tokens_are_not_compared():

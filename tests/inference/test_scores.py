@@ -104,6 +104,16 @@ def test_a_row_whose_loss_is_not_finite_is_shown_and_does_not_pass(render, base)
     assert json.loads(json.dumps(record, allow_nan=False))["verdict"][0]["difference"] is None
 
 
+def test_copies_of_one_row_give_no_verdict_and_a_sentence_says_so(render):
+    values = RowValues([1.0] * 3, [2.0] * 3, {"token_f1": [0.5] * 3})
+    scores = {name: Scores(loss=0.5) for name in ("base", "tuned")}
+    known = {"rows": dict.fromkeys(scores, values), "contents": {"loss": "aaa", "token_f1": "aab"}}
+    text = render(scores, **known)
+    assert "loss: no verdict, because 3 rows are copies of one row" in text
+    assert "token F1: no difference that 2 rows could show" in text
+    assert list(Evaluation(num_rows=3, scores=scores, **known).verdicts) == ["token_f1"]
+
+
 @pytest.mark.parametrize(("loss", "perplexity"), [(0.0, 1.0), (1000.0, math.inf), (math.nan, math.nan)])
 def test_perplexity_of_a_loss(loss, perplexity):
     assert Scores(loss=loss).perplexity == pytest.approx(perplexity, nan_ok=True)

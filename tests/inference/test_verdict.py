@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from finetune.inference.verdict import LEVEL, judge_rows
+from finetune.inference.verdict import LEVEL, judge_distinct_rows, judge_rows
 
 NUM_SEEDS = 100
 MOST_WRONG = 12
@@ -155,6 +156,17 @@ def test_a_value_that_is_not_finite_cannot_be_compared_and_does_not_pass(value, 
     assert verdict.is_worse_than(10)
     assert str(verdict) == "not comparable: 39 rows better, 0 worse, 0 equal, 1 with a value that is not finite"
     json.dumps({**verdict.as_record(), "difference": None}, allow_nan=False)
+
+
+def test_copies_of_a_row_are_no_evidence():
+    judged, other, sizes = losses(np.random.default_rng(0), 0.4)
+    once = judge_rows("loss", judged, other, sizes)
+    copied = [np.tile(values, 5) for values in (judged, other, sizes)]
+    often = judge_distinct_rows("loss", copied[0], copied[1], [*range(24)] * 5, copied[2])
+    assert often == replace(once, num_copies=96)
+    assert str(often) == f"{once}; copies of these rows, which do not count again: 96"
+    assert judge_distinct_rows("loss", [1.0] * 12, [2.0] * 12, ["one row"] * 12, [1.0] * 12) is None
+    assert judge_distinct_rows("loss", [], [], []) is None
 
 
 def test_a_lower_loss_is_better_and_a_margin_shields_a_small_one():
