@@ -111,7 +111,7 @@ def generate(
             questions.append(user_prompt(prompt, source))
         else:
             questions += [replace(each, source=source) for each in read_json_lines([json_text(prompt)], source)]
-    records = _answer(found, questions, settings, compare=compare)
+    records = _answer(found, questions, settings, compare=compare, limit="max_new_tokens")
     return [AnswerOfRun(**{**each, "base": each["base"]["answer"]} if compare else each) for each in records]
 
 
@@ -188,21 +188,33 @@ def _answer(
     compare: bool,
     batch_size: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Launch, load the run and answer the prompts. Return the records of `_answer_all`, on the main process alone."""
+    """Launch, load the run and answer the prompts. Return the records of `_answer_all`, on the main process alone.
+
+    `limit` is what the user calls the limit of tokens.
+    """
     from finetune.inference.generator import Generator
 
     with Generator.open(run, settings) as generator, waiting("answering"):
+    limit: str = "--max-new-tokens",
         if compare:
             generator.require_base()
         models = ["base", "tuned"] if compare else ["tuned"]
+    from finetune.model.base import max_context
         records = _answer_all(generator, questions, models, batch_size or run.config.testing.batch_size)
     if not generator.runtime.is_main_process:
         return []
     answers = [each for record in records for each in ([record, record["base"]] if compare else [record])]
-    if num_unended := sum(answer["ended_by"] == "length" for answer in answers):
+    lengths = [answer["num_tokens"] for answer in answers if answer["ended_by"] == "length"]
+    num_at_limit = sum(length >= settings.max_new_tokens for length in lengths)
+    if num_at_limit:
         _log.warning(
-            "%d of %s did not end within %d tokens. Ask with a larger max_new_tokens.",
-            *(num_unended, counted(len(answers), "answer"), settings.max_new_tokens),
+            "%d of %s did not end within %s. Ask with a larger %s.",
+            *(num_at_limit, counted(len(answers), "answer"), counted(settings.max_new_tokens, "token"), limit),
+        )
+    if num_at_context := len(lengths) - num_at_limit:
+        _log.warning(
+            "%d of %s did not end within the model's context of %s tokens, which includes the prompt.",
+            *(num_at_context, counted(len(answers), "answer"), f"{max_context(generator.model):,}"),
         )
     return records
 

@@ -43,7 +43,19 @@ def test_a_script_gets_what_the_command_prints(asked, adapter_run):
 
 def test_answers_that_did_not_end_are_counted(adapter_run, capsys):
     generate(adapter_run, PROMPTS, max_new_tokens=2, compare=True)
-    assert "6 of 6 answers did not end within 2 tokens" in capsys.readouterr().err
+    assert "6 of 6 answers did not end within 2 tokens. Ask with a larger --max-new-tokens." in capsys.readouterr().err
+
+
+def test_an_answer_that_fills_the_context_is_not_blamed_on_the_limit(adapter_run, capsys, monkeypatch):
+    generate(adapter_run, PROMPTS[1:2], max_new_tokens=2, as_json=True)
+    (found,) = records(capsys.readouterr().out)
+    context = found["num_prompt_tokens"] + 2
+    for module in ("inference.decoding", "model.base"):
+        monkeypatch.setattr(f"finetune.{module}.max_context", lambda _: context)
+    generate(adapter_run, PROMPTS[1:2], max_new_tokens=3)
+    said = capsys.readouterr().err
+    assert f"1 of 1 answer did not end within the model's context of {context} tokens, which includes" in said
+    assert "--max-new-tokens" not in said
 
 
 def test_one_answer_a_line_and_the_same_as_json(asked, adapter_run):
