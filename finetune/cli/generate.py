@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _STANDARD_INPUT = "-"
+_FLAGS = frozenset({"raw", "compare"})
+_OPTIONS = _FLAGS | {
+    *("system", "tools", "max-new-tokens", "temperature", "top-p", "top-k", "seed", "batch-size", "base", "checkpoint")
+}
+"""The options that a user may write as NAME=VALUE, as other commands take overrides."""
 
 
 class AnswerOfRun(NamedTuple):
@@ -171,7 +176,9 @@ def generate_command(
         if from_file == _STANDARD_INPUT or not (prompts or from_file):
             raise DataError("the ranks of a sharded model do not share a pipe. Give PROMPT or --from FILE.")
         run = run.on_all_ranks()
-    questions = _read_prompts(prompts or [], from_file)
+    is_told_separator = any(each.startswith("data.separator=") for each in settings or [])
+    separator = run.config.data.separator if is_told_separator else None  # not that of the training rows
+    questions = _read_prompts(prompts or [], from_file, separator)
     if raw:
         if several := [prompt.source for prompt in questions if len(prompt.messages) > 1]:
             raise DataError(f"{several[0]} has several turns, but --raw takes a single text. Drop --raw.")
@@ -187,19 +194,19 @@ def _answer(
     *,
     compare: bool,
     batch_size: int | None = None,
+    limit: str = "--max-new-tokens",
 ) -> list[dict[str, Any]]:
     """Launch, load the run and answer the prompts. Return the records of `_answer_all`, on the main process alone.
 
     `limit` is what the user calls the limit of tokens.
     """
     from finetune.inference.generator import Generator
+    from finetune.model.base import max_context
 
     with Generator.open(run, settings) as generator, waiting("answering"):
-    limit: str = "--max-new-tokens",
         if compare:
             generator.require_base()
         models = ["base", "tuned"] if compare else ["tuned"]
-    from finetune.model.base import max_context
         records = _answer_all(generator, questions, models, batch_size or run.config.testing.batch_size)
     if not generator.runtime.is_main_process:
         return []
@@ -219,9 +226,27 @@ def _answer(
     return records
 
 
-def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
+def _refuse_settings(arguments: list[str]) -> None:
+    """Refuse an argument that is an option or a key with a value, which other commands take as an override."""
+    from finetune.config.keys import fields
+
+    for place, argument in enumerate(arguments, start=1):
+        name, equals, value = argument.partition("=")
+        option = name.replace("_", "-")
+        if equals and (option in _OPTIONS or name in fields()):
+            instead = f"--{option}" + ("" if option in _FLAGS else f"={value}")
+            instead = instead if option in _OPTIONS else f"--set {argument}"
+            raise DataError(
+                f"prompt {place} is {argument}, which is a setting in other commands. Write {instead}. If it is a "
+                "prompt, ask it with --from FILE or through a pipe."
+            )
+
+
+def _read_prompts(arguments: list[str], from_file: str | None, separator: str | None) -> list[Prompt]:
+    """Read the prompts. `separator` is the one between the cells of a CSV file, see `FileRows`."""
     from finetune.inference.prompts import read_json_lines, read_prompts_file, user_prompt
 
+    _refuse_settings(arguments)
     if arguments and from_file is not None:
         raise DataError("PROMPT and --from are both given. Drop one.")
     if arguments:
@@ -229,7 +254,7 @@ def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
     if from_file == _STANDARD_INPUT:
         return read_json_lines(sys.stdin, "standard input")
     if from_file is not None:
-        return read_prompts_file(Path(from_file).expanduser())
+        return read_prompts_file(Path(from_file).expanduser(), separator=separator)
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError(
             "there is nothing to answer. Give a PROMPT, --from FILE, or a text through a pipe; `finetune chat` reads "

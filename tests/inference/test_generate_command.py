@@ -167,6 +167,31 @@ def test_mistakes_are_told(asked, adapter_run, options, error, why):
         asked(adapter_run, **options)
 
 
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("max_new_tokens=4", "--max-new-tokens=4"),
+        ("seed=3", "--seed=3"),
+        ("testing.batch_size=2", "--set testing.batch_size=2"),
+        ("strict=true", "--set strict=true"),
+    ],
+)
+def test_a_setting_is_not_asked_as_a_prompt(asked, adapter_run, argument, instead):
+    for options in ({}, {"from_file": "x.csv"}):
+        with pytest.raises(DataError, match=f"prompt 1 is {argument}, which is a setting .* Write {instead}. If it is"):
+            asked(adapter_run, [argument], **options)
+    assert asked(adapter_run, ["x=5, y=6; x+y?"]).strip()
+
+
+def test_the_separator_of_a_table_of_prompts_can_be_set(asked, adapter_run, tmp_path):
+    path = tmp_path / "asked.csv"
+    path.write_text("prompt\tcompletion\nTwo pens.\tx\n")
+    with pytest.raises(DataError, match=r"set data\.separator=tab"):
+        asked(adapter_run, from_file=str(path))
+    (found,) = records(asked(adapter_run, from_file=str(path), settings=["data.separator=tab"], as_json=True))
+    assert (found["prompt"], found["expected"]) == ("Two pens.", "x")
+
+
 def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_run, monkeypatch):
     from finetune.inference.answers import Answer, AnswerReader
 
