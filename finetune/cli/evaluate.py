@@ -337,7 +337,8 @@ def _measure(
             data = config.data.model_copy(update={"chat_template": other.config.data.chat_template})
             same = {"data": data, "testing": config.testing, "validation": config.validation}
             there = other.config.model_copy(update=same)
-            theirs = measure_split(runtime, there, second, evaluation.split, metrics, KnownRows(others=trained))
+            known = KnownRows(recorded, others=trained)
+            theirs = measure_split(runtime, there, second, evaluation.split, metrics, known)
             name = "base" if other.folder is run.folder else str(shown_folder(other.folder.path))
             evaluation = evaluation.against(theirs, name)
         evaluation = measure_suites(runtime, evaluation, suites, config.testing, loaded, second)

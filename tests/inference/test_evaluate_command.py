@@ -163,7 +163,9 @@ def test_rows_that_the_run_was_trained_on_are_left_out(measured, figures, held_o
         file.write_text(before)
 
 
-def test_a_training_row_is_recognised_with_another_column_and_in_another_file(figures, held_out_run, tmp_path):
+def test_a_training_row_is_recognised_with_another_column_and_in_another_file(
+    figures, measured, held_out_run, tmp_path, caplog
+):
     run, _, by_split = held_out_run
     other = tmp_path / "other.jsonl"
     write_lines(other, [{**row, "id": n} for n, row in enumerate([*by_split["train"], *by_split["test"]])])
@@ -177,6 +179,16 @@ def test_a_training_row_is_recognised_with_another_column_and_in_another_file(fi
     write_lines(other, by_split["train"])
     with pytest.raises(DataError, match=r"the run was trained on all 9 rows of the test split.* measure the training"):
         evaluate(run, [f"data.path={other}", "data.test=9"])
+    # A test file with training rows needs no data.on_overlap: they are left out, and nothing speaks of training.
+    write_lines(other, [*by_split["test"], *by_split["train"][:2]])
+    caplog.clear()
+    for options in ({}, {"against": run}):
+        assert changes_told(figures(run, f"data.test={other}", **options))[:2] == [6, 2]
+        assert "training rows too" not in caplog.text
+        assert "rows that were trained on among them: 2" in caplog.text
+    assert "because one of the runs was trained on them: 2" in " ".join(
+        measured(run, [f"data.test={other}"], against=run).split()
+    )
     # Training rows are measured where they are asked for.
     assert changes_told(figures(run, split="train")) == [26, 0, 0, 0]
 
