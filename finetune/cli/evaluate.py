@@ -258,8 +258,8 @@ def _read_limits(options: Sequence[str], metrics: Sequence[str]) -> dict[str, fl
         name, _, margin = option.partition(":")
         if name not in (known := ["loss", *metrics]):
             raise ConfigError(
-                f"--fail-if-worse is {option}; expected one of {', '.join(known)}. Measure others with --metric NAME "
-                "or --suite NAME."
+                f"--fail-if-worse is {option}; expected one of {', '.join(known)}, and a margin after a colon, as in "
+                f"{known[-1]}:0.1. Measure others with --metric NAME or --suite NAME."
             )
         try:
             limits[name] = float(margin or 0)

@@ -247,6 +247,8 @@ def _read_prompts(arguments: list[str], from_file: str | None, separator: str | 
     from finetune.inference.prompts import read_json_lines, read_prompts_file, user_prompt
 
     _refuse_settings(arguments)
+    if blank := next((place for place, text in enumerate(arguments, start=1) if not text.strip()), None):
+        raise DataError(f"prompt {blank} is blank: there is nothing to answer.")
     if arguments and from_file is not None:
         raise DataError("PROMPT and --from are both given. Drop one.")
     if arguments:

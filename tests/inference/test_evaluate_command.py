@@ -429,7 +429,8 @@ def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapte
 @pytest.mark.parametrize(
     ("words", "options", "reason"),
     [
-        ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match. Measure others with --metric"),
+        ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match, .*Measure others with --metric"),
+        ([], {"fail_if_worse": ["loss=0.1"]}, "and a margin after a colon, as in exact_match:0.1"),
         ([], {"fail_if_worse": ["loss:-1"]}, "expected a margin of at least 0"),
         ([], {"fail_if_worse": ["loss:much"]}, "expected a margin of at least 0"),
         (

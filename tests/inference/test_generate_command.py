@@ -157,6 +157,7 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
         ({"prompts": ["a"], "raw": True, "system": "b"}, ConfigError, "--raw and --system cannot be given together"),
         ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "PROMPT and --from are both given. Drop one."),
         ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
+        ({"prompts": ["a", " "]}, DataError, "prompt 2 is blank: there is nothing to answer"),
         ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
         ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
         ({"settings": ["parallel.sharding=fsdp2"]}, DataError, "do not share a pipe. Give PROMPT or --from FILE"),
