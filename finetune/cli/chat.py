@@ -193,6 +193,7 @@ class ChatSession:
     def _answer(self, name: str, ids: list[int]) -> Answer:
         """Print one model's answer token by token, up to its end or to Ctrl-C."""
         from finetune.inference.decoding import count_unended
+        from finetune.model.base import max_context
 
         if self._compare:
             self._write(f"{name}: ")
@@ -205,7 +206,10 @@ class ChatSession:
         else:
             self._write("\n" if self._generator.text(answer_ids).strip() else f"{EMPTY}\n")
             limit = self._generator.decoding.max_new_tokens
-            if count_unended(self._generator.model, [ids], [answer_ids], limit):
+            if count_unended(self._generator.model, [ids], [answer_ids], limit) and len(answer_ids) < limit:
+                context = max_context(self._generator.model)
+                self._note(f"the answer reached the end of the model's context ({context:,} tokens).")
+            elif len(answer_ids) >= limit:
                 self._note(f"the answer did not end within {limit:,} tokens (--max-new-tokens).")
         return self._generator.read(answer_ids)
 

@@ -263,8 +263,8 @@ def _read_limits(options: Sequence[str], metrics: Sequence[str]) -> dict[str, fl
         name, _, margin = option.partition(":")
         if name not in (known := ["loss", *metrics]):
             raise ConfigError(
-                f"--fail-if-worse is {option}; expected one of {', '.join(known)}. Measure others with --metric NAME "
-                "or --suite NAME."
+                f"--fail-if-worse is {option}; expected one of {', '.join(known)}, and a margin after a colon, as in "
+                f"{known[-1]}:0.1. Measure others with --metric NAME or --suite NAME."
             )
         try:
             limits[name] = float(margin or 0)
@@ -342,7 +342,8 @@ def _measure(
             data = config.data.model_copy(update={"chat_template": other.config.data.chat_template})
             same = {"data": data, "testing": config.testing, "validation": config.validation}
             there = other.config.model_copy(update=same)
-            theirs = measure_split(runtime, there, second, evaluation.split, metrics, KnownRows(others=trained))
+            known = KnownRows(recorded, others=trained)
+            theirs = measure_split(runtime, there, second, evaluation.split, metrics, known)
             name = "base" if other.folder is run.folder else str(shown_folder(other.folder.path))
             evaluation = evaluation.against(theirs, name)
         evaluation = measure_suites(runtime, evaluation, suites, config.testing, loaded, second)

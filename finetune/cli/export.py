@@ -221,6 +221,11 @@ def with_format(arguments: list[str], formats: Collection[str]) -> list[str]:
         return arguments
     if not chosen and any(each.startswith("--") for each in rest):
         raise ConfigError(f"name a format before its options: finetune export {'|'.join(formats)} RUN OUT.")
+    if not chosen and (out := next((each for each in rest[1:] if each in formats), None)):
+        raise ConfigError(
+            f"the format comes first: finetune export {shlex.join([out, rest[0]])}. For an Ollama Modelfile in a "
+            f"folder {out}: finetune export {shlex.join(['ollama', rest[0], f'./{out}'])}."
+        )
     name = "lora" if "--lora" in rest else _FORMER_FLAGS[chosen[0]] if chosen else "ollama"
     rest = [
         "--type" if each == "--compress" else each for each in rest if each not in ("--gguf", "--onnx", "--smallest")

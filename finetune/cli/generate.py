@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _STANDARD_INPUT = "-"
+_FLAGS = frozenset({"raw", "compare"})
+_OPTIONS = _FLAGS | {
+    *("system", "tools", "max-new-tokens", "temperature", "top-p", "top-k", "seed", "batch-size", "base", "checkpoint")
+}
+"""The options that a user may write as NAME=VALUE, as other commands take overrides."""
 
 
 class AnswerOfRun(NamedTuple):
@@ -117,7 +122,7 @@ def generate(
             questions.append(user_prompt(prompt, source))
         else:
             questions += [replace(each, source=source) for each in read_json_lines([json_text(prompt)], source)]
-    records = _answer(found, questions, settings, compare=compare)
+    records = _answer(found, questions, settings, compare=compare, limit="max_new_tokens")
     return [AnswerOfRun(**{**each, "base": each["base"]["answer"]} if compare else each) for each in records]
 
 
@@ -197,7 +202,9 @@ def generate_command(
         if from_file == _STANDARD_INPUT or not (prompts or from_file):
             raise DataError("the ranks of a sharded model do not share a pipe. Give PROMPT or --from FILE.")
         run = run.on_all_ranks()
-    questions = _read_prompts(prompts or [], from_file)
+    is_told_separator = any(each.startswith("data.separator=") for each in settings or [])
+    separator = run.config.data.separator if is_told_separator else None  # not that of the training rows
+    questions = _read_prompts(prompts or [], from_file, separator)
     if raw:
         if several := [prompt.source for prompt in questions if len(prompt.messages) > 1]:
             raise DataError(f"{several[0]} has several turns, but --raw takes a single text. Drop --raw.")
@@ -213,9 +220,14 @@ def _answer(
     *,
     compare: bool,
     batch_size: int | None = None,
+    limit: str = "--max-new-tokens",
 ) -> list[dict[str, Any]]:
-    """Launch, load the run and answer the prompts. Return the records of `_answer_all`, on the main process alone."""
+    """Launch, load the run and answer the prompts. Return the records of `_answer_all`, on the main process alone.
+
+    `limit` is what the user calls the limit of tokens.
+    """
     from finetune.inference.generator import Generator
+    from finetune.model.base import max_context
 
     with Generator.open(run, settings) as generator, waiting("answering"):
         if compare:
@@ -225,17 +237,44 @@ def _answer(
     if not generator.runtime.is_main_process:
         return []
     answers = [each for record in records for each in ([record, record["base"]] if compare else [record])]
-    if num_unended := sum(answer["ended_by"] == "length" for answer in answers):
+    lengths = [answer["num_tokens"] for answer in answers if answer["ended_by"] == "length"]
+    num_at_limit = sum(length >= settings.max_new_tokens for length in lengths)
+    if num_at_limit:
         _log.warning(
-            "%d of %s did not end within %d tokens. Ask with a larger max_new_tokens.",
-            *(num_unended, counted(len(answers), "answer"), settings.max_new_tokens),
+            "%d of %s did not end within %s. Ask with a larger %s.",
+            *(num_at_limit, counted(len(answers), "answer"), counted(settings.max_new_tokens, "token"), limit),
+        )
+    if num_at_context := len(lengths) - num_at_limit:
+        _log.warning(
+            "%d of %s did not end within the model's context of %s tokens, which includes the prompt.",
+            *(num_at_context, counted(len(answers), "answer"), f"{max_context(generator.model):,}"),
         )
     return records
 
 
-def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
+def _refuse_settings(arguments: list[str]) -> None:
+    """Refuse an argument that is an option or a key with a value, which other commands take as an override."""
+    from finetune.config.keys import fields
+
+    for place, argument in enumerate(arguments, start=1):
+        name, equals, value = argument.partition("=")
+        option = name.replace("_", "-")
+        if equals and (option in _OPTIONS or name in fields()):
+            instead = f"--{option}" + ("" if option in _FLAGS else f"={value}")
+            instead = instead if option in _OPTIONS else f"--set {argument}"
+            raise DataError(
+                f"prompt {place} is {argument}, which is a setting in other commands. Write {instead}. If it is a "
+                "prompt, ask it with --from FILE or through a pipe."
+            )
+
+
+def _read_prompts(arguments: list[str], from_file: str | None, separator: str | None) -> list[Prompt]:
+    """Read the prompts. `separator` is the one between the cells of a CSV file, see `FileRows`."""
     from finetune.inference.prompts import read_json_lines, read_prompts_file, user_prompt
 
+    _refuse_settings(arguments)
+    if blank := next((place for place, text in enumerate(arguments, start=1) if not text.strip()), None):
+        raise DataError(f"prompt {blank} is blank: there is nothing to answer.")
     if arguments and from_file is not None:
         raise DataError("PROMPT and --from are both given. Drop one.")
     if arguments:
@@ -243,7 +282,7 @@ def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
     if from_file == _STANDARD_INPUT:
         return read_json_lines(sys.stdin, "standard input")
     if from_file is not None:
-        return read_prompts_file(Path(from_file).expanduser())
+        return read_prompts_file(Path(from_file).expanduser(), separator=separator)
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError(
             "there is nothing to answer. Give a PROMPT, --from FILE, or a text through a pipe; `finetune chat` reads "

@@ -152,6 +152,8 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
             )
     metric = f"{_PREFIX}{sweep.metric}"
     print_table(("trial", *sweep.space, metric, "at step", "state"), rows, right=(metric, "at step"))
+    if "failed" in states:
+        remarks.append("The same command does not try failed trials again; with --retry-failed it does.")
     for remark in remarks:
         say(remark)
     reason = second_line(complete) if complete else "no trial is complete"

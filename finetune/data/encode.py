@@ -47,18 +47,23 @@ def encode_examples(
     *,
     fallbacks: Fallbacks | None = None,
     is_checked: bool = True,
+    knows_trained: bool = False,
 ) -> EncodedSplits:
     """Encode every split, or read it from the cache, and log a summary of each.
 
     The first process of a node encodes. The others wait for it with a file lock, so this is not a collective. The
     tokenizer must be fast, and gets `data.chat_template`. Without `is_checked`, no check refuses or drops rows.
+    With `knows_trained`, no check looks for training rows in other splits: a finished run has recorded its training
+    rows, and the caller leaves them out of what it measures.
 
     Raises:
         DataError: a row cannot be used, a split has no row or no target token, a check refuses the rows, or the
             tokenizer cannot encode them.
         ConfigError: there is no template of the name in `data.chat_template`.
     """
-    (encoded,) = encode_sides([splits], tokenizer, section, fallbacks=fallbacks, is_checked=is_checked)
+    (encoded,) = encode_sides(
+        [splits], tokenizer, section, fallbacks=fallbacks, is_checked=is_checked, knows_trained=knows_trained
+    )
     return encoded
 
 
@@ -70,6 +75,7 @@ def encode_sides(
     *,
     fallbacks: Fallbacks | None = None,
     is_checked: bool = True,
+    knows_trained: bool = False,
 ) -> list[EncodedSplits]:
     """Encode the same rows as often as they are read, once for each side of a pair. A row is kept if all sides have it.
 
@@ -84,7 +90,7 @@ def encode_sides(
     has_turns = any(rows.row_type != "text" for side in encoded for rows in side.values())
     if is_checked and has_turns and asks_for_date(tokenizer):
         warn_of_date(tokens.template.name)
-    return _split(sides, encoded, tokens, section, is_checked=is_checked)
+    return _split(sides, encoded, tokens, section, is_checked=is_checked, knows_trained=knows_trained)
 
 
 def _in_all_sides(sides: Sequence[Mapping[Examples, EncodedExamples]]) -> list[dict[Examples, EncodedExamples]]:
@@ -107,6 +113,7 @@ def _split(
     section: DataSection,
     *,
     is_checked: bool,
+    knows_trained: bool,
 ) -> list[EncodedSplits]:
     """Choose the rows of each split, check them, and log a summary of each. Return the splits of each side."""
     parts = {
@@ -125,7 +132,8 @@ def _split(
         del parts["validation"]
         _log.info("validation is off: data.validation=auto holds nothing out of fewer than %d rows", AUTO_NEEDS_ROWS)
     if is_checked:
-        parts = check_rows(parts, section, tokens.tokenizer.bos_token_id, tokens.template.name)
+        bos_id, template = tokens.tokenizer.bos_token_id, tokens.template.name
+        parts = check_rows(parts, section, bos_id, template, knows_trained=knows_trained)
     mixed = {split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()}
     results = [EncodedSplits(**{split: rows[k] for split, rows in mixed.items()}) for k in range(len(sides))]
     for line in (line for result in results for line in describe(result)):

@@ -109,12 +109,17 @@ ROW_CHECKS = (
 
 
 def check_rows(
-    parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None, template: str
+    parts: Mapping[str, Sequence[Part]],
+    section: DataSection,
+    bos_id: int | None,
+    template: str,
+    *,
+    knows_trained: bool = False,
 ) -> dict[str, list[Part]]:
     """Run all checks. Rows are dropped, refused or named in a warning, as the section says.
 
     `parts` has each row of a split once. A check that finds one side of a pair finds the pair. `template` names the
-    chat template.
+    chat template. For `knows_trained`, see `encode_examples`.
 
     Raises:
         DataError: one or more checks refuse the rows; the message names all of them.
@@ -126,7 +131,8 @@ def check_rows(
             passed[split] = _apply(check, split, passed[split], section, bos_id, refused)
     _check_dropped(parts)
     _check_keys(parts, section, template, refused)
-    _check_overlap(passed, section, refused)
+    if not knows_trained or section.on_overlap == "drop":  # what a run dropped is no training row of it
+        _check_overlap(passed, section, refused)
     _check_end_of_turn(passed.get("train", []), section, refused)
     _check_equal_answers(passed)
     if len(refused) > 1:
@@ -306,7 +312,7 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
         problem = f"{split}: {len(overlaps):,} of {num_rows:,} {_rows_of(train)} are training rows too: {named}"
         keep = [torch.tensor([not doomed & of_row for of_row in part.digests()]) for part in train]
         if section.on_overlap == "drop":
-            _log.warning("%s. They are left out of training (data.on_overlap=drop).", problem)
+            _log.warning("%s. They are left out of the train split (data.on_overlap=drop).", problem)
             advice = f"Take the training rows out of the {split} split"
             parts["train"] = train = _without(train, keep, "train", "on_overlap", advice)
             continue

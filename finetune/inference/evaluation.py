@@ -102,11 +102,6 @@ def evaluate_model(
             answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
             unended[name] = count_unended(model, asked, ids, section.max_new_tokens) if is_writer else 0
     measured = {name: measured_values(metrics, texts, dialogue.expected) for name, texts in answers.items()}
-    row_contents = [*examples.digests(with_targets=True)]
-    contents = {
-        name: [row_contents[row] for row, _ in zip(dialogue.rows, values, strict=False)]
-        for name, values in measured["tuned"].items()
-    }
     subsets: dict[str, Evaluation] = {}
     if examples.subset_names:
         from finetune.inference.subset_scores import evaluate_subsets
@@ -130,7 +125,7 @@ def evaluate_model(
             for place, row in enumerate(chosen if is_writer else ())
         ),
         rows={name: RowValues(*losses[name].tolist(), measured[name]) for name in names},
-        contents={"loss": row_contents, **contents},
+        contents=_contents(examples, dialogue.rows, measured["tuned"]),
         num_left_out=loader.num_left_out,
         num_unended=unended,
         num_answers=len(chosen),
@@ -213,6 +208,17 @@ class Dialogues:
 
     def _decode(self, ids: Iterable[int]) -> str:
         return str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _contents(
+    examples: EncodedExamples, answered: Sequence[int], measured: Mapping[str, Sequence[float]]
+) -> dict[str, list[bytes]]:
+    """Return the content of each row that has a value: all rows for the loss, the answered ones for each metric."""
+    every = [*examples.digests(with_targets=True)]
+    of_metrics = {
+        name: [every[row] for row, _ in zip(answered, values, strict=False)] for name, values in measured.items()
+    }
+    return {"loss": every, **of_metrics}
 
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ from finetune.errors import CheckpointError, ConfigError, ModelError, first_line
 from finetune.fallbacks import Fallback
 from finetune.runs.folder import RunFolder
 from finetune.runs.record import read_run_record
-from finetune.runs.recorded_run import RecordedRun
+from finetune.runs.recorded_run import RecordedRun, suggest_run
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -90,8 +90,7 @@ def find_run(
     folder.refuse_irregular_files()
     if not folder.config_file.is_file():
         raise CheckpointError(
-            f"{path} is not the folder of a run: it has no {folder.config_file.name}. "
-            "Give one, for example runs/quickstart."
+            f"{path} is not the folder of a run: it has no {folder.config_file.name}. {suggest_run(path)}"
         )
     read_run_record(folder.record_file)  # refuses values of other types
     weights = recorded.find_weights(checkpoint)

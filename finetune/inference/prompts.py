@@ -57,10 +57,10 @@ def user_prompt(text: str, source: str) -> Prompt:
         raise DataError(f"{source}: {error}.") from None
 
 
-def read_prompts_file(path: Path, *, named_by: str = "--from") -> list[Prompt]:
+def read_prompts_file(path: Path, *, named_by: str = "--from", separator: str | None = None) -> list[Prompt]:
     """Read the prompts of a file: each row has `prompt`, `messages` or `text`.
 
-    In messages, `named_by` is the option or key that names the file.
+    In messages, `named_by` is the option or key that names the file. For `separator`, see `FileRows`.
 
     Raises:
         DataError: the file does not exist, or has rows that are not prompts.
@@ -72,7 +72,7 @@ def read_prompts_file(path: Path, *, named_by: str = "--from") -> list[Prompt]:
         raise DataError(
             f"{named_by} is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}."
         )
-    rows = FileRows(path, str(path))
+    rows = FileRows(path, str(path), separator=separator)
     return read_rows(rows.rows(), rows.label, rows.place, parse_prompt)
 
 

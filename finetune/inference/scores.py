@@ -96,7 +96,7 @@ class Evaluation:
     subsets: Mapping[str, Evaluation] = field(default_factory=dict)
     """The scores on the rows of each subset, by its name."""
     num_trained: int | None = None
-    """Rows of the split that were left out because the run was trained on them. None if that is not known."""
+    """Rows that were left out because the run, or the other one, was trained on them. None if that is not known."""
     changes: RowChanges | None = None
     """How the rows differ from those that the run recorded. None if they were not compared."""
     rows: Mapping[ModelName, RowValues] = field(default_factory=dict)
@@ -268,7 +268,8 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int = 3,
     if evaluation.num_left_out:
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
     if evaluation.num_trained:
-        title += f"; left out, because the run was trained on them: {evaluation.num_trained:,}"
+        trained = "the run was" if evaluation.other_name == "base" else "one of the runs was"
+        title += f"; left out, because {trained} trained on them: {evaluation.num_trained:,}"
     names = {"base": evaluation.other_name}
     head = [names.get(name, name) for name in columns]
     print_table(["", *head], rows, right=head, title=title)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from finetune.config.compose import compose
+from finetune.config.config_files import SAVED_CONFIG
 from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.errors import CheckpointError, ConfigError
 from finetune.limits import read_regular
@@ -351,9 +352,23 @@ def open_run(path: Path, name: str | None = None, *, detail: Detail = "all") -> 
     if not (folder.holds_run() or folder.config_file.is_file() or is_held(folder.lock_file)):
         raise CheckpointError(
             f"{path} is not the folder of a run: it has none of config.yaml, run.json, metrics.jsonl and checkpoints/. "
-            "Give one, for example runs/quickstart; `finetune runs FOLDER` lists those in a folder."
+            f"{suggest_run(path)} `finetune runs FOLDER` lists those in a folder."
         )
     return run
+
+
+def suggest_run(path: Path) -> str:
+    """Return a sentence that says what to give in place of a folder that holds no run."""
+    if (path / "sweep.json").is_file():
+        page = path / "report.html"
+        compared = f"; {page} compares all of them" if page.is_file() else ""
+        return f"It holds a sweep: give one of its trials, such as {path / 'trial-001'}{compared}."
+    # adapter/ and a checkpoint are in the folder of their run; runs/a-merged and runs/a-gguf are beside runs/a.
+    beside = [
+        place.with_name(place.name.rpartition("-")[0]) for place in (path, Path("runs", path)) if "-" in place.name[1:]
+    ]
+    meant = next((folder for folder in (*path.parents[:2], *beside) if (folder / SAVED_CONFIG).is_file()), None)
+    return f"Give one, for example {meant or 'runs/quickstart'}."
 
 
 def open_runs(paths: Sequence[Path]) -> list[RecordedRun]:

@@ -70,7 +70,13 @@ def measure_split(
     # Before the model is sharded: the engine refuses one with hooks.
     forward = agree_on_forward(runtime, config.training, model)
     place_finished_run(runtime, config, model)
-    splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+    splits = encode_examples(
+        load_examples(config.data),
+        tokenizer,
+        config.data,
+        fallbacks=runtime.fallbacks,
+        knows_trained=known.recorded is not None,
+    )
     split = choose_split(split, named_splits(splits))
     examples = getattr(splits, split)
     if metrics and examples.row_type == "text":
@@ -141,6 +147,6 @@ def _without_trained_rows(runtime: Runtime, examples: EncodedExamples, split: st
         )
     if num_trained := len(examples) - len(untrained):
         wanted, used = f"{len(examples):,} rows", f"the {len(untrained):,} that the run was not trained on"
-        why = f"training rows of the run among them: {num_trained:,}"
+        why = f"rows that were trained on among them: {num_trained:,}"
         runtime.fallbacks.take(Fallback(what=f"the {split} split", wanted=wanted, used=used, why=why))
     return examples.select(untrained)

@@ -203,11 +203,13 @@ def test_a_run_is_told_to_be_merged_first(tmp_path):
         (("--onnx", "--type", "q8_0"), "'q8_0' is not one of"),
         (("--allow-differences",), "name a format before its options: finetune export gguf|lora|ollama"),
         (("--gguf", "--adapter-only"), "No such option: --adapter-only"),
+        (("gguf",), "the format comes first: finetune export gguf {run}. For an Ollama Modelfile in a folder gguf:"),
     ],
 )
 def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, words, reason):
-    done = run_finetune("export", tmp_path, tmp_path / "out", *words, code=2)
-    assert reason in " ".join(done.errors.replace("│", "").split())
+    out = () if words == ("gguf",) else (tmp_path / "out",)
+    done = run_finetune("export", tmp_path, *out, *words, code=2)
+    assert reason.replace("{run}", str(tmp_path)) in " ".join(done.errors.replace("│", "").split())
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,9 @@ def test_rows_that_the_run_was_trained_on_are_left_out(measured, figures, held_o
         file.write_text(before)
 
 
-def test_a_training_row_is_recognised_with_another_column_and_in_another_file(figures, held_out_run, tmp_path):
+def test_a_training_row_is_recognised_with_another_column_and_in_another_file(
+    figures, measured, held_out_run, tmp_path, caplog
+):
     run, _, by_split = held_out_run
     other = tmp_path / "other.jsonl"
     write_lines(other, [{**row, "id": n} for n, row in enumerate([*by_split["train"], *by_split["test"]])])
@@ -186,6 +188,16 @@ def test_a_training_row_is_recognised_with_another_column_and_in_another_file(fi
     write_lines(other, by_split["train"])
     with pytest.raises(DataError, match=r"the run was trained on all 9 rows of the test split.* measure the training"):
         evaluate(run, [f"data.path={other}", "data.test=9"])
+    # A test file with training rows needs no data.on_overlap: they are left out, and nothing speaks of training.
+    write_lines(other, [*by_split["test"], *by_split["train"][:2]])
+    caplog.clear()
+    for options in ({}, {"against": run}):
+        assert changes_told(figures(run, f"data.test={other}", **options))[:2] == [6, 2]
+        assert "training rows too" not in caplog.text
+        assert "rows that were trained on among them: 2" in caplog.text
+    assert "because one of the runs was trained on them: 2" in " ".join(
+        measured(run, [f"data.test={other}"], against=run).split()
+    )
     # Training rows are measured where they are asked for.
     assert changes_told(figures(run, split="train")) == [26, 0, 0, 0]
 
@@ -426,7 +438,8 @@ def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapte
 @pytest.mark.parametrize(
     ("words", "options", "reason"),
     [
-        ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match. Measure others with --metric"),
+        ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match, .*Measure others with --metric"),
+        ([], {"fail_if_worse": ["loss=0.1"]}, "and a margin after a colon, as in exact_match:0.1"),
         ([], {"fail_if_worse": ["loss:-1"]}, "expected a margin of at least 0"),
         ([], {"fail_if_worse": ["loss:much"]}, "expected a margin of at least 0"),
         (

@@ -1,3 +1,4 @@
+import re
 import shutil
 
 import pytest
@@ -85,6 +86,20 @@ def test_what_is_damaged_is_refused(own_copy):
 
 def test_a_folder_without_a_run_is_told_as_such(tmp_path):
     with pytest.raises(CheckpointError, match=r"not the folder of a run: it has no config.yaml"):
+        find_run(tmp_path)
+    for name in ("a/config.yaml", "a/adapter/x", "a/checkpoints/step-000002/x", "a-merged/x", "-/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("a/adapter", "a/checkpoints/step-000002", "a-merged"):
+        with pytest.raises(CheckpointError, match=re.escape(f"Give one, for example {tmp_path / 'a'}.")):
+            find_run(tmp_path / name)
+    for name in ("-", "gone", "."):
+        with pytest.raises(CheckpointError, match="for example runs/quickstart"):
+            find_run(tmp_path / name)
+    (tmp_path / "sweep.json").touch()
+    with pytest.raises(
+        CheckpointError, match=f"It holds a sweep: give one of its trials, such as {tmp_path}/trial-001"
+    ):
         find_run(tmp_path)
 
 

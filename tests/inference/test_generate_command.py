@@ -82,7 +82,19 @@ def test_wrong_arguments_of_a_script_are_refused_before_the_run_is_read(tmp_path
 
 def test_answers_that_did_not_end_are_counted(adapter_run, capsys):
     generate(adapter_run, PROMPTS, max_new_tokens=2, compare=True)
-    assert "6 of 6 answers did not end within 2 tokens" in capsys.readouterr().err
+    assert "6 of 6 answers did not end within 2 tokens. Ask with a larger --max-new-tokens." in capsys.readouterr().err
+
+
+def test_an_answer_that_fills_the_context_is_not_blamed_on_the_limit(adapter_run, capsys, monkeypatch):
+    generate(adapter_run, PROMPTS[1:2], max_new_tokens=2, as_json=True)
+    (found,) = records(capsys.readouterr().out)
+    context = found["num_prompt_tokens"] + 2
+    for module in ("inference.decoding", "model.base"):
+        monkeypatch.setattr(f"finetune.{module}.max_context", lambda _: context)
+    generate(adapter_run, PROMPTS[1:2], max_new_tokens=3)
+    said = capsys.readouterr().err
+    assert f"1 of 1 answer did not end within the model's context of {context} tokens, which includes" in said
+    assert "--max-new-tokens" not in said
 
 
 def test_one_answer_a_line_and_the_same_as_json(asked, adapter_run):
@@ -187,6 +199,7 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
         ({"prompts": ["a"], "raw": True, "system": "b"}, ConfigError, "--raw and --system cannot be given together"),
         ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "PROMPT and --from are both given. Drop one."),
         ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
+        ({"prompts": ["a", " "]}, DataError, "prompt 2 is blank: there is nothing to answer"),
         ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
         ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
         ({"settings": ["parallel.sharding=fsdp2"]}, DataError, "do not share a pipe. Give PROMPT or --from FILE"),
@@ -195,6 +208,31 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
 def test_mistakes_are_told(asked, adapter_run, options, error, why):
     with pytest.raises(error, match=why):
         asked(adapter_run, **options)
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("max_new_tokens=4", "--max-new-tokens=4"),
+        ("seed=3", "--seed=3"),
+        ("testing.batch_size=2", "--set testing.batch_size=2"),
+        ("strict=true", "--set strict=true"),
+    ],
+)
+def test_a_setting_is_not_asked_as_a_prompt(asked, adapter_run, argument, instead):
+    for options in ({}, {"from_file": "x.csv"}):
+        with pytest.raises(DataError, match=f"prompt 1 is {argument}, which is a setting .* Write {instead}. If it is"):
+            asked(adapter_run, [argument], **options)
+    assert asked(adapter_run, ["x=5, y=6; x+y?"]).strip()
+
+
+def test_the_separator_of_a_table_of_prompts_can_be_set(asked, adapter_run, tmp_path):
+    path = tmp_path / "asked.csv"
+    path.write_text("prompt\tcompletion\nTwo pens.\tx\n")
+    with pytest.raises(DataError, match=r"set data\.separator=tab"):
+        asked(adapter_run, from_file=str(path))
+    (found,) = records(asked(adapter_run, from_file=str(path), settings=["data.separator=tab"], as_json=True))
+    assert (found["prompt"], found["expected"]) == ("Two pens.", "x")
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_run, monkeypatch):

@@ -98,6 +98,7 @@ def test_the_same_command_starts_nothing_that_is_finished_and_a_failed_trial_onl
     again = run_finetune(*words)
     assert again.returncode == 0
     assert ": finetune train" not in again.stdout
+    assert "The same command does not try failed trials again; with --retry-failed it does." in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.glob("trial-*/*")} == before
     log = folder / "trial-002.log"
     first = log.read_text()

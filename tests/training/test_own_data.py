@@ -189,6 +189,6 @@ def test_a_run_with_tools_shows_them_in_context_and_offers_them_without_its_data
     assert with_tools.returncode == 0, with_tools.stdout
     for one in (with_tools, without):
         (said,) = one.errors.splitlines()
-        assert said.endswith("1 of 1 answer did not end within 1 tokens. Ask with a larger max_new_tokens.")
+        assert said.endswith("1 of 1 answer did not end within 1 token. Ask with a larger --max-new-tokens.")
     lengths = [json.loads(one.answer)["num_prompt_tokens"] for one in (with_tools, without)]
     assert lengths[0] > lengths[1]
