@@ -72,6 +72,8 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         raise ConfigError(f"{given}optim.optimizer={section.optimizer} cannot be built: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{section.optimizer} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    if section.factory is not None:
+        _follow_own_settings(optimizer, section, groups)
     if is_schedule_free(optimizer) and section.schedule != "constant":
         raise ConfigError(
             f"{section.optimizer} needs a learning rate that does not fall, and optim.schedule is {section.schedule}. "
@@ -110,6 +112,16 @@ def _made_from_weights(model: torch.nn.Module, section: OptimSection) -> torch.o
     for group, ratio in zip(optimizer.param_groups, own_ratios(optimizer, section), strict=True):
         group[_RATIO] = ratio
     return optimizer
+
+
+def _follow_own_settings(optimizer: torch.optim.Optimizer, section: OptimSection, groups: list[dict[str, Any]]) -> None:
+    """Refuse settings of a script's function that differ from `optim.*`. Groups to which it gave a rate keep theirs."""
+    from finetune.training.given_optimizer import own_ratios, refuse_other_settings
+
+    refuse_other_settings(optimizer, section, groups)
+    for group, ratio in zip(optimizer.param_groups, own_ratios(optimizer, section), strict=True):
+        if float(group["lr"]) != section.learning_rate * group.get(_RATIO, 1.0):
+            group[_RATIO] = ratio
 
 
 def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any]]:

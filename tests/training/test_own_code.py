@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from torch.optim import AdamW
+from transformers import Adafactor, AutoModelForCausalLM
 
 import finetune
 from finetune.config.config_files import resolve_shipped
@@ -23,12 +24,13 @@ from finetune.config.schema import OptimSection
 from finetune.engine.given_loss import refuse_no_sum
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run
+from finetune.model.base import train_first_half
 from finetune.replay.steps import replay_config
 from finetune.runs.recorded_run import RecordedRun
 from finetune.training.given import describe_given_model
 from finetune.training.given_optimizer import same_optimizer
 from finetune.training.hooks import Hooks
-from finetune.training.optim import build_optimizer, trainable_parameters
+from finetune.training.optim import build_optimizer, set_learning_rate, trainable_parameters
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -329,6 +331,14 @@ def test_an_optimizer_of_its_own_trains_resumes_and_is_compared(tmp_path):
         train("object", heavier, other)
 
 
+DECAY = {"weight_decay": 0.1}
+BETAS = {"args": {"betas": [0.5, 0.6]}}
+
+
+def flat(groups):
+    return [weight for group in groups for weight in group["params"]]
+
+
 def sgd(lr):
     return lambda weights: torch.optim.SGD(weights, lr=lr)
 
@@ -345,12 +355,77 @@ def sgd(lr):
         (lambda weights, rate: None, "ours cannot be built of the trained weights: .* missing .* argument: 'rate'", {}),
         (lambda weights: len(weights), "returned int; expected a torch.optim.Optimizer", {}),
         (sgd(0.01), r"optim\.weight_decay is set, but .* gets no parameter groups", {"weight_decay": 0.1}),
+        # With `lr`, the groups of `optim.*` would replace what the function sets.
+        (partial(AdamW, lr=0.5), r"sets lr=0\.5, but optim\.learning_rate is 0\.01", {}),
+        (partial(partial(AdamW, betas=(0.8, 0.9)), eps=1e-6), r"but optim\.args\.betas is \(0\.5, 0\.6\)", BETAS),
+        (lambda groups, lr: AdamW(groups, lr=0.5), r"rate 0\.5, but optim\.learning_rate is 0\.01", {}),
+        (lambda groups, lr: Adafactor(groups, lr=None), "has parameter groups without a learning rate", {}),
+        (partial(AdamW, weight_decay=0.01), r"decay 0\.01, but optim\.weight_decay is 0\.0", {}),
+        (lambda groups, lr: AdamW(groups, lr=lr, weight_decay=0.3), r"decay 0\.3, but optim\.weight_decay is 0\.0", {}),
+        (lambda groups, lr: AdamW(groups, lr=lr, weight_decay=0.01), r'overrides={"optim\.weight_decay": 0\.01}', {}),
+        (lambda groups, lr: AdamW(groups, lr=lr, weight_decay=0.3), r"but optim\.weight_decay is 0\.1", DECAY),
+        (lambda groups, lr: AdamW(flat(groups), lr=lr), r"decay 0\.01, but optim\.weight_decay is 0\.1", DECAY),
+        (torch.optim.Rprop, r"has no weight decay\. Set optim\.weight_decay=0", DECAY),
     ],
 )
 def test_an_optimizer_that_a_run_cannot_keep_is_refused(optimizer, message, changes):
     section = OptimSection(learning_rate=0.01, **changes)
     with pytest.raises(ConfigError, match=message):
         build_optimizer(torch.nn.Linear(2, 2), section.with_factory(optimizer, "ours"))
+
+
+class Tensor(AdamW):
+    def __init__(self, params, **arguments):
+        super().__init__(params, **{**arguments, "lr": torch.tensor(arguments["lr"])})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "expected"),
+    [
+        (AdamW, {}, {0.0}),
+        (AdamW, DECAY, {0.0, 0.1}),
+        (Tensor, DECAY, {0.0, 0.1}),
+        (lambda groups, lr: AdamW(groups, lr=lr), DECAY, {0.0, 0.1}),
+        (lambda groups, lr: AdamW(groups, lr=lr, weight_decay=0.1), DECAY, {0.0, 0.1}),
+        (partial(AdamW, lr=0.01, weight_decay=0.0, betas=(0.5, 0.6)), BETAS, {0.0}),
+        (lambda groups, lr: AdamW(flat(groups), lr=lr, weight_decay=0.3), {}, {0.3}),
+        (lambda groups, lr: AdamW([{"params": flat(groups), "weight_decay": 0.2}], lr=lr), {}, {0.2}),
+    ],
+)
+def test_an_optimizer_that_agrees_with_the_keys_trains_with_its_settings(optimizer, changes, expected):
+    section = OptimSection(learning_rate=0.01, **changes).with_factory(optimizer, "ours")
+    built = build_optimizer(torch.nn.Linear(2, 2), section)
+    assert {group["weight_decay"] for group in built.param_groups} == expected
+    set_learning_rate(built, 0.002)
+    assert [float(group["lr"]) for group in built.param_groups] == pytest.approx([0.002] * len(built.param_groups))
+
+
+def test_a_group_with_another_rate_keeps_its_ratio_and_another_ratio_is_not_ignored():
+    def two_rates(groups, lr):
+        weights = flat(groups)
+        return AdamW([{"params": weights[:1], "lr": 2 * lr}, {"params": weights[1:]}], lr=lr)
+
+    section = OptimSection(learning_rate=0.01)
+    built = build_optimizer(torch.nn.Linear(2, 2), section.with_factory(two_rates, "ours"))
+    set_learning_rate(built, 0.002)
+    assert [group["lr"] for group in built.param_groups] == pytest.approx([0.004, 0.002])
+    layer = torch.nn.Module()
+    layer.lora_A, layer.lora_B = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(layer)
+    faster = OptimSection(learning_rate=0.01, lora_plus_ratio=4)
+    built = build_optimizer(model, faster.with_factory(AdamW, "ours"))
+    set_learning_rate(built, 0.002)
+    assert {group["lr"] for group in built.param_groups} == {0.002, 0.008}
+    with pytest.raises(ConfigError, match=r"optim\.lora_plus_ratio is 4, but script:ours makes .* without it"):
+        build_optimizer(model, faster.with_factory(lambda groups, lr: AdamW(flat(groups), lr=lr), "ours"))
+
+
+@pytest.mark.parametrize("optimizer", [lambda weights: AdamW(weights, lr=0.01), lambda g, lr: AdamW(flat(g), lr=lr)])
+def test_a_decay_of_its_own_does_not_shrink_the_start_that_pissa_keeps(optimizer):
+    layer = torch.nn.Linear(4, 4, bias=False)
+    train_first_half(layer.weight, 2, dim=0)
+    with pytest.raises(ConfigError, match=r"a weight decay of 0\.01, which would shrink what lora\.init=pissa keeps"):
+        build_optimizer(layer, OptimSection(learning_rate=0.01).with_factory(optimizer, "ours"))
 
 
 def test_an_optimizer_of_a_rate_of_zero_is_built():
