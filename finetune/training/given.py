@@ -103,7 +103,8 @@ def configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mappi
     for key, value in described.items():
         chosen = values(config)[key]
         if config.origin(key) == SCRIPT and chosen != value:
-            raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given model. Remove the override.")
+            given = "data" if key.startswith("data.") else "model"
+            raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given {given}. Remove the override.")
     return config.with_values({key: (value, GIVEN) for key, value in described.items()})
 
 
@@ -121,6 +122,8 @@ def describe_given_model(model: Any) -> dict[str, object]:
             "model again for each run, or give its name. To train that adapter further, give the PEFT model: the "
             "result's model, or what get_peft_model returned."
         )
+    if hasattr(model, "_orig_mod"):
+        raise ModelError("the given model is compiled (torch.compile). Give the model itself, which finetune computes.")
     if getattr(model, "config", None) is None or not callable(getattr(model, "get_input_embeddings", None)):
         raise ModelError(
             f"model is {type(model).__name__}; expected a name or a path, a transformers model, or a PEFT model."
@@ -241,7 +244,17 @@ def _rows_of_frame(frame: Any) -> list[dict[str, Any]]:
     """Return the rows of a DataFrame of pandas or polars. A missing cell of pandas (NaN, NA, NaT) is None."""
     if hasattr(frame, "to_dicts"):
         return list(frame.to_dicts())
-    return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))
+    records = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{column: _without_arrays(value) for column, value in row.items()} for row in records]
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return a cell with lists in place of NumPy's arrays, as which pandas reads lists from Parquet."""
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(inner) for key, inner in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [_without_arrays(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _lines(name: str, rows: Iterable[Any]) -> Iterator[bytes]:
