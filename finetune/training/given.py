@@ -30,6 +30,7 @@ from finetune.model.base import prepare_base
 from finetune.model.lora import add_lora, trained_in_fp32
 from finetune.runs.durable import replacing
 from finetune.training.hooks import GIVEN
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -105,6 +106,8 @@ def configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mappi
         if config.origin(key) == SCRIPT and chosen != value:
             given = "data" if key.startswith("data.") else "model"
             raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given {given}. Remove the override.")
+    if "model.path" in described and config.training.method == "full" and not hasattr(model, "peft_config"):
+        _refuse_frozen(model)
     return config.with_values({key: (value, GIVEN) for key, value in described.items()})
 
 
@@ -154,6 +157,17 @@ def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizer
         trained_in_fp32(model)
         return model
     return add_lora(model, config.lora, tokenizer) if config.training.method == "lora" else model
+
+
+def _refuse_frozen(model: Any) -> None:
+    """Raise ModelError for a model with frozen weights, if all of them are to train."""
+    weights = dict(model.named_parameters())
+    if frozen := [name for name, weight in weights.items() if not weight.requires_grad]:
+        raise ModelError(
+            f"{len(frozen)} of {len(weights)} tensors of the given model are frozen ({name_first(frozen, 3)}), but "
+            "training.method=full trains all of them. PEFT's merge_and_unload() leaves them frozen. Call "
+            "model.requires_grad_(True) before."
+        )
 
 
 def _describe_adapter(model: Any) -> dict[str, object]:
