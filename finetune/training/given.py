@@ -33,6 +33,7 @@ from finetune.training.hooks import GIVEN
 from finetune.units import name_first
 
 if TYPE_CHECKING:
+    import torch
     from peft import LoraConfig
     from transformers import PreTrainedTokenizerBase
 
@@ -157,6 +158,16 @@ def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizer
         trained_in_fp32(model)
         return model
     return add_lora(model, config.lora, tokenizer) if config.training.method == "lora" else model
+
+
+def remove_adapter(model: Any, trained: Sequence[torch.nn.Parameter]) -> None:
+    """Take the adapter of a run that never began off its base. The script can give the base again.
+
+    `trained` are the weights of the base that had a gradient before the adapter was added.
+    """
+    model.unload()
+    for weight in trained:
+        weight.requires_grad_(True)
 
 
 def _refuse_frozen(model: Any) -> None:
