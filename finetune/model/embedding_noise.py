@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from finetune.engine.decoder import bare_model
 
 
-def add_embedding_noise(model: Any, alpha: float) -> None:
+def add_embedding_noise(model: Any, alpha: float) -> RemovableHandle:
     """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens, in training mode only.
+
+    Return a handle whose `remove` ends this. Otherwise a further run of the same model would have this noise too.
 
     The paper uses an alpha of 5 to 15 (NEFTune: arXiv:2310.05914).
 
@@ -28,4 +31,5 @@ def add_embedding_noise(model: Any, alpha: float) -> None:
         noise = torch.empty_like(embedded).uniform_(-bound, bound)
         return embedded + noise
 
-    bare_model(model).get_input_embeddings().register_forward_hook(noisy)
+    handle: RemovableHandle = bare_model(model).get_input_embeddings().register_forward_hook(noisy)
+    return handle

@@ -23,15 +23,20 @@ from finetune.config.python_values import overrides_of
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
+from finetune.distributed.device import DTYPES, Precision
 from finetune.engine.decoder import bare_model
 from finetune.errors import ConfigError, DataError, ModelError
+from finetune.fallbacks import Fallback, Fallbacks
 from finetune.limits import is_own_file
-from finetune.model.base import prepare_base
+from finetune.model.base import is_half_frozen, prepare_base
+from finetune.model.given_base import refuse_other_base
 from finetune.model.lora import add_lora, trained_in_fp32
 from finetune.runs.durable import replacing
 from finetune.training.hooks import GIVEN
+from finetune.units import name_first
 
 if TYPE_CHECKING:
+    import torch
     from peft import LoraConfig
     from transformers import PreTrainedTokenizerBase
 
@@ -103,7 +108,10 @@ def configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mappi
     for key, value in described.items():
         chosen = values(config)[key]
         if config.origin(key) == SCRIPT and chosen != value:
-            raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given model. Remove the override.")
+            given = "data" if key.startswith("data.") else "model"
+            raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given {given}. Remove the override.")
+    if "model.path" in described and config.training.method == "full" and not hasattr(model, "peft_config"):
+        _refuse_frozen(model)
     return config.with_values({key: (value, GIVEN) for key, value in described.items()})
 
 
@@ -121,6 +129,8 @@ def describe_given_model(model: Any) -> dict[str, object]:
             "model again for each run, or give its name. To train that adapter further, give the PEFT model: the "
             "result's model, or what get_peft_model returned."
         )
+    if hasattr(model, "_orig_mod"):
+        raise ModelError("the given model is compiled (torch.compile). Give the model itself, which finetune computes.")
     if getattr(model, "config", None) is None or not callable(getattr(model, "get_input_embeddings", None)):
         raise ModelError(
             f"model is {type(model).__name__}; expected a name or a path, a transformers model, or a PEFT model."
@@ -140,6 +150,22 @@ def describe_given_model(model: Any) -> dict[str, object]:
     return {"model.path": str(name)} | (_describe_adapter(model) if hasattr(model, "peft_config") else {})
 
 
+def check_given_base(model: Any, config: Config, precision: Precision, fallbacks: Fallbacks) -> None:
+    """Compare a given model with the files that `model.path` names. Record weights that are rounded otherwise.
+
+    Raises:
+        ModelError: it has another configuration or other weights, see `refuse_other_base`.
+    """
+    if config.model.init != "pretrained":
+        return
+    rounded = refuse_other_base(model, config.model)
+    if rounded is None or (rounded is DTYPES[precision] and config.training.method == "lora"):
+        return
+    used = f"these weights, rounded to {str(rounded).removeprefix('torch.')}"
+    why = "they were loaded or trained in this dtype. Load the model again with dtype=torch.float32 for exact weights"
+    fallbacks.take(Fallback(what="the given model", wanted=f"the weights at {config.model.path}", used=used, why=why))
+
+
 def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Prepare a given model for training. Without an adapter of its own, it gets one if the run trains an adapter.
 
@@ -151,6 +177,27 @@ def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizer
         trained_in_fp32(model)
         return model
     return add_lora(model, config.lora, tokenizer) if config.training.method == "lora" else model
+
+
+def remove_adapter(model: Any, trained: Sequence[torch.nn.Parameter]) -> None:
+    """Take the adapter of a run that never began off its base. The script can give the base again.
+
+    `trained` are the weights of the base that had a gradient before the adapter was added.
+    """
+    model.unload()
+    for weight in trained:
+        weight.requires_grad_(True)
+
+
+def _refuse_frozen(model: Any) -> None:
+    """Raise ModelError for a model with frozen weights, if all of them are to train."""
+    weights = dict(model.named_parameters())
+    if frozen := [name for name, weight in weights.items() if not weight.requires_grad]:
+        raise ModelError(
+            f"{len(frozen)} of {len(weights)} tensors of the given model are frozen ({name_first(frozen, 3)}), but "
+            "training.method=full trains all of them. PEFT's merge_and_unload() leaves them frozen. Call "
+            "model.requires_grad_(True) before."
+        )
 
 
 def _describe_adapter(model: Any) -> dict[str, object]:
@@ -168,6 +215,12 @@ def _describe_adapter(model: Any) -> dict[str, object]:
     unknown = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in _SAY_NOTHING | _KEYS.keys()]
     plain = LoraConfig()
     others = [name for name in unknown if getattr(adapter, name, None) != getattr(plain, name, None)]
+    if any(is_half_frozen(weight) for weight in model.parameters()):
+        raise ModelError(
+            "the adapter of the given model began with lora.init=pissa, and half of it is frozen, which no key of a "
+            "further run describes. Load it from its folder, which trains all of it: "
+            "PeftModel.from_pretrained(BASE, 'RUN/adapter', is_trainable=True)."
+        )
     if adapter.init_lora_weights not in (True, False, "gaussian"):
         others.append("init_lora_weights")
     if others:
@@ -244,7 +297,17 @@ def _rows_of_frame(name: str, frame: Any) -> list[dict[str, Any]]:
     if not frame.columns.is_unique:  # a dict would keep the last column of a name
         twice = list(frame.columns[frame.columns.duplicated()])
         raise DataError(f"{name} has several columns called {twice[0]!r}. Rename or drop all but one of them.")
-    return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))
+    records = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{column: _without_arrays(value) for column, value in row.items()} for row in records]
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return a cell with lists in place of NumPy's arrays, as which pandas reads lists from Parquet."""
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(inner) for key, inner in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [_without_arrays(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _lines(name: str, rows: Iterable[Any]) -> Iterator[bytes]:

@@ -57,7 +57,8 @@ def refuse_other_settings(
     Raises:
         ConfigError: the function sets another rate or weight decay than `optim.*`, or makes groups that ignore a key.
     """
-    code, fixed = section.factory, dict[str, Any]()
+    code: Any = section.factory
+    fixed: dict[str, Any] = {}
     while isinstance(code, partial):
         code, fixed = code.func, {**code.keywords, **fixed}
     for name, value in {"lr": section.learning_rate, **section.args}.items():

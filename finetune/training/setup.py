@@ -233,7 +233,8 @@ def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: 
     if config.training.neftune_alpha:
         from finetune.model.embedding_noise import add_embedding_noise
 
-        add_embedding_noise(model, config.training.neftune_alpha)
+        noise = add_embedding_noise(model, config.training.neftune_alpha)
+        runtime.liveness.on_close(lambda _: noise.remove())
     forward = agree_on_forward(runtime, config.training, model)
     collate = checked.objective.collate(forward.collate)
     memory_twin, states = model, states_in_4_bits(model)

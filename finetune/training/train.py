@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.inference.losses import LossSums
 from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora
@@ -135,7 +135,16 @@ def build_trainer(
     """
     hooks = hooks or Hooks()
     checked = check_config(config, hooks, runtime=runtime, rewards_answers=rewards_answers)
-    return Trainer(runtime, config, *build_parts(runtime, config, given_model), hooks, checked)
+    trained = [] if given_model is None else [weight for weight in given_model.parameters() if weight.requires_grad]
+    parts = build_parts(runtime, config, given_model)
+    try:
+        return Trainer(runtime, config, *parts, hooks, checked)
+    except FinetuneError:
+        if given_model not in (None, parts.model) and runtime.placement.shard_size is None:
+            from finetune.training.given import remove_adapter
+
+            remove_adapter(parts.model, trained)
+        raise
 
 
 class Parts(NamedTuple):
@@ -172,6 +181,10 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()
         check_inputs(config, needs_weights=given_model is None)
+        if given_model is not None:
+            from finetune.training.given import check_given_base
+
+            check_given_base(given_model, config, runtime.precision, runtime.fallbacks)
     tokenizer = build_run_tokenizer(config)
     splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
     if given_model is not None:

@@ -37,6 +37,14 @@ def test_a_missing_cell_of_a_frame_is_null_and_numbers_keep_their_digits(tmp_pat
     ]
 
 
+def test_lists_that_pandas_reads_from_parquet_as_arrays_are_lists(tmp_path):
+    turns = [{"role": "user", "content": "a", "parts": ["x", "y"]}, {"role": "assistant", "content": "b", "parts": []}]
+    chats = [{"messages": turns, "score": 0.5}]
+    pandas.DataFrame(chats).to_parquet(tmp_path / "chats.parquet")
+    frame = pandas.read_parquet(tmp_path / "chats.parquet")
+    assert write_given_rows(frame, str(tmp_path)) == write_given_rows(chats, str(tmp_path))
+
+
 def test_splits_are_named_as_usual(tmp_path):
     given = datasets.DatasetDict(
         {"train": datasets.Dataset.from_list(ROWS), "dev": datasets.Dataset.from_list(ROWS[:1])}
