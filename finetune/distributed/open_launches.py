@@ -85,7 +85,8 @@ def _copy_state() -> Callable[[], None]:
     accelerate, fused, replays = copy_accelerate(), is_fused(), replays_answers()
     logger = logging.getLogger(PACKAGE)
     level, handlers = logger.level, list(logger.handlers)
-    random, on_gpus = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    random, has_gpus = torch.get_rng_state(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_gpus = torch.cuda.get_rng_state_all() if has_gpus else []
 
     def restore() -> None:
         restore_accelerate(accelerate)
