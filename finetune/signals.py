@@ -122,6 +122,11 @@ def end_steps() -> None:
     _StopRequest.phase = "over"
 
 
+def is_in_steps() -> bool:
+    """Return whether this process is in the steps of a run. With several ranks, the set-up counts too."""
+    return _StopRequest.phase == "steps" and _StopRequest.pid == os.getpid()
+
+
 @contextmanager
 def record_stop_signals() -> Iterator[None]:
     """Within the block, a first signal is only recorded, even after `end_steps`; see `received_stop_signal`."""

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import yaml
 from accelerate import Accelerator as Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType as DistributedType
 from accelerate.utils import broadcast_object_list as broadcast_object_list
 from accelerate.utils import gather_object as gather_object
+
+_STATES = (PartialState, AcceleratorState, GradientState)
+"""Accelerate's classes with process-wide state."""
 
 
 class AccelerateCommand(NamedTuple):
@@ -54,6 +57,18 @@ def forget_accelerate() -> None:
     """Reset Accelerate's state, which is process-wide: the first caller's arguments would hold for ever."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def copy_accelerate() -> list[dict[str, Any]]:
+    """Copy Accelerate's state, for `restore_accelerate`."""
+    return [dict(state._shared_state) for state in _STATES]
+
+
+def restore_accelerate(copies: list[dict[str, Any]]) -> None:
+    """Give Accelerate's state back to the accelerators that share it."""
+    for state, copy in zip(_STATES, copies, strict=True):
+        state._shared_state.clear()
+        state._shared_state.update(copy)
 
 
 def open_tracker(name: str, folder: Path, run: str, *, first_step: int) -> Any:

@@ -19,7 +19,6 @@ import torch
 from finetune.config.config_files import absolute
 from finetune.config.schema import DataSection
 from finetune.config.yaml_reader import OVERRIDES
-from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.ddp_init import (
     cleanup_ddp,
     current_context,
@@ -37,8 +36,9 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.liveness import explain
+from finetune.distributed.open_launches import open_launch
 from finetune.distributed.runtime import Runtime
-from finetune.engine.fused import kernels_kept_in, switch_fused, switch_replays
+from finetune.engine.fused import kernels_kept_in
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
@@ -83,6 +83,13 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         PreemptedError: a signal came before the first step.
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
+    with open_launch(trains=trains) as is_nested, _join_and_leave(config, trains, log_level, is_nested) as runtime:
+        yield runtime
+
+
+@contextmanager
+def _join_and_leave(config: Config, trains: bool, log_level: int, is_nested: bool) -> Iterator[Runtime]:
+    """Do what `launch` does. `is_nested`: this process is in another launch, which owns the world."""
     environment = joined_environment()
     num_processes = config.parallel.num_processes or 1
     is_to_spawn = environment.launcher == "none" and num_processes > 1 and not is_joined()
@@ -106,18 +113,15 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
 
         raise SystemExit(run_as_processes(num_processes, master_addr=place.master_addr, master_port=place.master_port))
     torch.manual_seed(config.seed)
-    is_adopted = is_joined()  # then it has an owner, who may launch again
+    is_adopted = is_nested or is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, _hidden_fsdp():
         signals.enter_context(_signals_of_run(environment, trains=trains))
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)
-        leaving.callback(forget_accelerate)
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
-        leaving.callback(switch_fused, False)
-        leaving.callback(switch_replays, False)
         leaving.enter_context(kernels_kept_in(_folder_of_kernels(config)))
         leaving.enter_context(deterministic_algorithms() if config.training.deterministic else nullcontext())
         _refuse_what_mps_lacks(config, context.device)

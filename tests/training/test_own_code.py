@@ -204,6 +204,38 @@ def test_a_callback_that_returns_something_else_is_named(answer):
         call_callbacks(SimpleNamespace(collectives=collectives), [Answers()], "on_step", None)
 
 
+class Asks:
+    """Asks another run, and measures it, while a run trains and when it ends."""
+
+    def __init__(self, other):
+        self.other, self.calls = other, []
+
+    def on_save(self, result):
+        self.calls += finetune.generate(self.other, ["Is it so?"], max_new_tokens=2)
+
+    def on_end(self, result):
+        self.calls += finetune.generate(result.folder, ["Is it so?"], max_new_tokens=2)
+        assert finetune.evaluate(result.folder, split="validation").scores
+
+
+@pytest.mark.slow
+def test_a_callback_may_ask_a_run_and_changes_nothing_of_its_own(trained, tmp_path):
+    result, data, settings = trained
+    other = {**settings, "checkpoint.save_every": 1, "lora.dropout": 0.1, "data.on_overlap": "warn"}
+    runs = {}
+    for name, callbacks in {"plain": [], "asks": [asks := Asks(result.folder)]}.items():
+        overrides = {**other, "output_dir": tmp_path / name}
+        runs[name] = finetune.train(model="phi_tiny", data=data, overrides=overrides, callbacks=callbacks)
+    assert len(asks.calls) == 3
+    first, second = runs["plain"].folder, runs["asks"].folder
+    assert losses(first) == losses(second)
+    adapters = [(run / "adapter" / "adapter_model.safetensors").read_bytes() for run in (first, second)]
+    assert adapters[0] == adapters[1]
+    assert record(second)["status"] == "completed"
+    log = (second / "log.txt").read_text()
+    assert "Starting testing phase" in log, "the log goes on as before"
+
+
 class Loses:
     """Takes the folder of the checkpoints away in step 2, and brings it back in step 3."""
 

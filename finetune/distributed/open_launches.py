@@ -1,0 +1,102 @@
+"""The launches that this process is in. A script may launch again before a launch has ended, as a callback does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from finetune.distributed.accelerate_library import copy_accelerate, forget_accelerate, restore_accelerate
+from finetune.distributed.ddp_init import is_joined
+from finetune.engine.fused import is_fused, replays_answers, switch_fused, switch_replays
+from finetune.errors import LaunchError
+from finetune.logs import PACKAGE
+from finetune.signals import after_fork_in_child, is_in_steps
+
+
+@dataclass(eq=False)
+class _OpenLaunch:
+    """A launch that has not ended."""
+
+    thread: threading.Thread
+    trains: bool
+
+
+_open: list[_OpenLaunch] = []
+_lock = threading.Lock()
+after_fork_in_child(_open.clear)
+
+
+@contextmanager
+def open_launch(*, trains: bool) -> Iterator[bool]:
+    """Within the block, this process is in a launch. Yield whether another one is open.
+
+    The process has one random generator, one state of accelerate and one log. The block gives them back to the other
+    launch as they were.
+
+    Raises:
+        LaunchError: another thread trains, or a callback trains or launches on several ranks.
+    """
+    mine = _OpenLaunch(threading.current_thread(), trains)
+    with _lock:
+        others = [launch for launch in _open if launch.thread.is_alive()]
+        _refuse_second_run(others, mine)
+        _open.append(mine)
+    restore = _copy_state() if others else None
+    if restore is not None:
+        _reset_state()
+    try:
+        yield restore is not None
+    finally:
+        if mine in _open:  # a forked child is in no launch
+            _open.remove(mine)
+        _reset_state()
+        if restore is not None and _open:
+            restore()
+
+
+def _refuse_second_run(others: list[_OpenLaunch], mine: _OpenLaunch) -> None:
+    """Raise LaunchError if a launch would change the numbers of another one."""
+    if any(mine.trains or other.trains for other in others if other.thread is not mine.thread):
+        raise LaunchError(
+            "another thread of this process is in a run. Two runs in one process draw from one random generator, so "
+            "both would get other numbers. Start the second run after the first has returned, or in another process."
+        )
+    if others and is_in_steps() and (mine.trains or is_joined()):
+        what = "A second run" if mine.trains else "With several ranks, a second launch"
+        raise LaunchError(
+            f"this process is training, and its run has called a function that launches again. {what} cannot begin "
+            "inside a callback, a metric or a reward function. Call it after the run has returned, or start it as a "
+            "process of its own."
+        )
+
+
+def _reset_state() -> None:
+    """Reset what a launch has set for the whole process."""
+    switch_fused(False)
+    switch_replays(False)
+    forget_accelerate()
+
+
+def _copy_state() -> Callable[[], None]:
+    """Return a function that restores what a launch sets for the whole process."""
+    accelerate, fused, replays = copy_accelerate(), is_fused(), replays_answers()
+    logger = logging.getLogger(PACKAGE)
+    level, handlers = logger.level, list(logger.handlers)
+    random, has_gpus = torch.get_rng_state(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_gpus = torch.cuda.get_rng_state_all() if has_gpus else []
+
+    def restore() -> None:
+        restore_accelerate(accelerate)
+        switch_fused(fused)
+        switch_replays(replays)
+        logger.handlers = handlers
+        logger.setLevel(level)
+        torch.set_rng_state(random)
+        torch.cuda.set_rng_state_all(on_gpus)
+
+    return restore

@@ -1,0 +1,66 @@
+"""A process may be in several launches: an inner one changes nothing of an outer one, or is refused."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from finetune.config.schema import Config
+from finetune.distributed.launch import launch
+from finetune.engine.fused import is_fused, replays_answers, switch_fused, switch_replays
+from finetune.errors import LaunchError
+from finetune.signals import begin_steps
+
+
+def config(folder, **training):
+    keys = {"device": "cpu", "precision": "fp32", **training}
+    return Config.model_validate({"output_dir": str(folder), "training": keys})
+
+
+def test_a_launch_in_another_one_gives_back_what_it_changed(tmp_path):
+    with launch(config(tmp_path), trains=False) as runtime:
+        switch_fused(True)
+        switch_replays(True)
+        before = torch.get_rng_state()
+        with launch(config(tmp_path, precision="bf16"), trains=False, log_level=logging.ERROR) as inner:
+            assert inner.precision == "bf16"
+            assert not is_fused()
+            assert not replays_answers()
+            torch.rand(1)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert is_fused()
+        assert replays_answers()
+        assert logging.getLogger("finetune").level == logging.INFO
+        with runtime.placement.autocast():
+            assert not torch.is_autocast_enabled("cpu")
+        runtime.placement.prepare_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    assert not is_fused()
+
+
+def test_a_run_in_the_steps_of_another_one_is_refused_by_name(tmp_path):
+    with launch(config(tmp_path / "outer")):
+        begin_steps()
+        with pytest.raises(LaunchError, match="A second run cannot begin inside a callback"):
+            launch(config(tmp_path / "inner")).__enter__()
+        with launch(config(tmp_path / "inner"), trains=False):
+            pass
+
+
+def test_a_run_in_a_second_thread_is_refused(tmp_path):
+    def enter(trains):
+        with launch(config(tmp_path / "second"), trains=trains):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with launch(config(tmp_path / "first")):
+            for trains in (True, False):
+                with pytest.raises(LaunchError, match="another thread of this process is in a run"):
+                    pool.submit(enter, trains).result()
+        with launch(config(tmp_path / "first"), trains=False):
+            pool.submit(enter, False).result()
+            with pytest.raises(LaunchError, match="another thread"):
+                pool.submit(enter, True).result()
+        pool.submit(enter, True).result()
