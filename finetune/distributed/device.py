@@ -151,3 +151,26 @@ def deterministic_algorithms() -> Iterator[None]:
         settings.fill_uninitialized_memory = fills_memory
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
+
+
+def refuse_modes(*, trains: bool) -> None:
+    """Raise LaunchError for a mode of torch around the caller that would change the numbers of a run, or stop it.
+
+    Without `trains`, gradients may be off.
+    """
+    default = torch.get_default_device()
+    device_types = {"cpu", default.type, accelerator_type() or "cpu"} - {"meta"}
+    modes = {
+        "torch.autocast": any(map(torch.is_autocast_enabled, device_types)),
+        f"torch.set_default_dtype({torch.get_default_dtype()})": torch.get_default_dtype() != torch.float32,
+        f"torch.set_default_device({str(default)!r})": default.type != "cpu",
+        "torch.inference_mode": trains and torch.is_inference_mode_enabled(),
+        "torch.no_grad": trains and not torch.is_grad_enabled(),
+    }
+    if on := [mode for mode, is_on in modes.items() if is_on]:
+        what = "train" if trains else "compute with"
+        raise LaunchError(
+            f"{on[0]} is in force around this call. It would also hold inside the run, whose numbers the configuration "
+            f"alone decides. Leave it before you {what} a run; training.precision and training.device choose type and "
+            "device."
+        )

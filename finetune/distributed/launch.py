@@ -27,7 +27,7 @@ from finetune.distributed.ddp_init import (
     joined_environment,
     joined_fallbacks,
 )
-from finetune.distributed.device import accelerator_type, deterministic_algorithms
+from finetune.distributed.device import accelerator_type, deterministic_algorithms, refuse_modes
 from finetune.distributed.environment import (
     LaunchEnvironment,
     given_address,
@@ -83,6 +83,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         PreemptedError: a signal came before the first step.
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
+    refuse_modes(trains=trains)
     with open_launch(trains=trains) as is_nested, _join_and_leave(config, trains, log_level, is_nested) as runtime:
         yield runtime
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.examples import is_all_here, read_opening
+from finetune.distributed.device import refuse_modes
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, LossFunction
 from finetune.errors import ConfigError, DataError
@@ -156,6 +157,7 @@ class Trainer:
 
         Raises:
             ConfigError: this trainer has trained before, or its run has ended.
+            LaunchError: a mode of torch would change the numbers, for example `torch.autocast`.
             RunFailedError: a loss is not finite, the disk fails, or no step has updated the weights.
             PreemptedError: a rank was preempted; all ranks have left after the same step and its checkpoint.
         """
@@ -193,7 +195,7 @@ class Trainer:
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
     def _refuse_second_training(self) -> None:
-        """Refuse to train weights further that the steps of this run have changed."""
+        """Refuse to train weights further that the steps of this run have changed, and a mode that changes steps."""
         if self._run is not None or self.runtime.is_closed:
             why = "its launch has ended" if self._run is None else "this trainer has trained it already"
             raise ConfigError(
@@ -201,6 +203,7 @@ class Trainer:
                 "at the weights of the first one and overwrite its record. Launch again and make another trainer, with "
                 "resume=auto to continue the run or with another output_dir."
             )
+        refuse_modes(trains=True)
 
     def _profiler(self, state: TrainerState, cadence: Cadence) -> AbstractContextManager[Sequence[StepProfiler]]:
         num_profiled = self.config.training.profile

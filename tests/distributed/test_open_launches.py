@@ -64,3 +64,34 @@ def test_a_run_in_a_second_thread_is_refused(tmp_path):
             with pytest.raises(LaunchError, match="another thread"):
                 pool.submit(enter, True).result()
         pool.submit(enter, True).result()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (lambda: torch.autocast("cpu", dtype=torch.bfloat16), r"torch\.autocast"),
+        (lambda: torch.device("meta"), r"torch\.set_default_device\('meta'\)"),
+    ],
+)
+def test_a_mode_that_changes_the_numbers_is_refused(tmp_path, mode, name, trains):
+    with mode(), pytest.raises(LaunchError, match=f"{name} is in force"):
+        launch(config(tmp_path), trains=trains).__enter__()
+
+
+def test_another_default_type_is_refused(tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(LaunchError, match=r"torch\.set_default_dtype\(torch\.float64\) is in force"):
+            launch(config(tmp_path)).__enter__()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_only_training_needs_gradients(tmp_path, mode):
+    with mode():
+        with pytest.raises(LaunchError, match=rf"torch\.{mode.__name__} is in force"):
+            launch(config(tmp_path)).__enter__()
+        with launch(config(tmp_path), trains=False):
+            pass

@@ -20,7 +20,7 @@ from finetune import (
     load_config,
     load_examples,
 )
-from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
+from finetune.errors import CheckpointError, ConfigError, DataError, LaunchError, RunFailedError
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
 from finetune.training import supervised
@@ -150,6 +150,8 @@ def test_a_trainer_trains_once_and_only_in_its_launch(words, tmp_path):
         trainer = build_trainer(runtime, config)
         early = build_trainer(runtime, config.model_copy(update={"output_dir": str(tmp_path / "early")}))
         loader, *_ = trainer.prepare_dataloaders()
+        with torch.no_grad(), pytest.raises(LaunchError, match="no_grad is in force"):
+            trainer.run_training(loader)
         trainer.run_training(loader)
         losses = curve(tmp_path / "run")
         with pytest.raises(ConfigError, match="is over: this trainer has trained it already"):
