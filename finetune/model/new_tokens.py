@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,12 +110,29 @@ def start_from_mean_row(model: Any, ids: list[int]) -> None:
 
     The model is a PEFT model that trains these rows. Ids before the first new one are the tokenizer's own.
     """
+    for rows, deltas in _rows_and_deltas(model):
+        for delta in deltas:
+            delta.copy_(rows[: ids[0]].float().mean(dim=0).expand(len(ids), -1))
+
+
+def start_base_from_mean_row(model: Any, ids: list[int]) -> None:
+    """Give the base the rows with which the new tokens start, so that it is the model before its first step.
+
+    No token of the base's tokenizer uses these rows. New rows that have not trained get the rounding of the base.
+    """
+    for rows, deltas in _rows_and_deltas(model):
+        mean = rows[: ids[0]].float().mean(dim=0)
+        rows[ids] = mean.to(rows.dtype)
+        for delta in deltas:
+            if torch.equal(delta, mean.to(delta.dtype).expand(len(ids), -1)):
+                delta.copy_(rows[ids])
+
+
+def _rows_and_deltas(model: Any) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Yield the base's rows and the adapter's new rows of each embedding, of tied ones once."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     for layer in model.modules():
-        if not isinstance(layer, TrainableTokensLayer) or layer.tied_adapter is not None:
-            continue
-        base: Any = layer.get_base_layer()
-        known = base.weight[: ids[0]].detach()
-        for delta in layer.trainable_tokens_delta.values():
-            delta.data.copy_(known.float().mean(dim=0).expand(len(ids), -1))
+        if isinstance(layer, TrainableTokensLayer) and layer.tied_adapter is None:
+            base: Any = layer.get_base_layer()
+            yield base.weight.data, [delta.data for delta in layer.trainable_tokens_delta.values()]

@@ -128,6 +128,10 @@ def set_up(
     checked = _check(runtime, checked_config, model, tokenizer, rows, hooks)
     folder = RunFolder(checked.config.output_dir)
     journal = _open(runtime, checked, folder, model, tokenizer, hooks)
+    if checked.config.has_reference and checked.config.lora.new_tokens:  # after the base's fingerprint was taken
+        from finetune.model.new_tokens import ids_of_new_tokens, start_base_from_mean_row
+
+        start_base_from_mean_row(model, ids_of_new_tokens(tokenizer, checked.config.lora))
     placed = _place(runtime, checked, journal, model)
     base_answers = None
     if checked.config.data.keep is not None:

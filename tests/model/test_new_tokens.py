@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from finetune.config.schema import LoraSection
 from finetune.errors import ConfigError, ModelError
 from finetune.model.lora import add_lora
-from finetune.model.new_tokens import add_tokens, grow_embeddings
+from finetune.model.new_tokens import add_tokens, grow_embeddings, ids_of_new_tokens, start_base_from_mean_row
 from finetune.model.saved_adapter import load_adapter
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
@@ -118,6 +118,30 @@ def test_an_embedding_grows_by_the_mean_row_and_never_shrinks():
     assert torch.equal(after[:64], before)
     torch.testing.assert_close(after[64:], before.mean(dim=0).expand(2, -1))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight, "the tie is kept"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_base_in_16_bits_computes_what_the_new_rows_start_with(is_tied):
+    tokenizer, section = tiny_tokenizer(), LoraSection(new_tokens=TOKENS)
+    add_tokens(tokenizer, section)
+    ids = ids_of_new_tokens(tokenizer, section)
+    config = tiny_phi3_config(vocab_size=ids[-1] + 7, tie_word_embeddings=is_tied, eos_token_id=320)
+    model = add_lora(build_tiny(config, dtype=torch.bfloat16), section, tokenizer)
+    before = model.get_input_embeddings().original_module.weight.detach().clone()
+    start_base_from_mean_row(model, ids)
+    after = model.get_input_embeddings().original_module.weight.detach()
+    others = [row for row in range(len(after)) if row not in ids]
+    assert torch.equal(after[others], before[others])
+    model = model.float().eval()
+    with torch.no_grad():
+        start = model(input_ids=torch.tensor([[5, *ids]])).logits
+        with model.disable_adapter():
+            assert torch.equal(model(input_ids=torch.tensor([[5, *ids]])).logits, start)
+    rows = [delta for name, delta in model.named_parameters() if "trainable_tokens_delta" in name]
+    for delta in rows:
+        delta.data += 1
+    start_base_from_mean_row(model, ids)
+    assert all(delta.min() > 0.5 for delta in rows), "rows that have trained stay"
 
 
 def test_a_token_that_is_there_already_is_refused():

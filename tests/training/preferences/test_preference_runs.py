@@ -27,6 +27,7 @@ from finetune.training.training_run import TrainingRun
 from tests import tiny_training
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_launched
+from tests.tiny import tiny_tokenizer
 from tests.tiny_runs import write_base, write_rows
 from tests.tiny_training import (
     contents,
@@ -98,6 +99,29 @@ def trainer(inputs, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(trainer):
     return trainer.journal.folder.path, logits_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_run_with_new_tokens_starts_at_log_2_and_resumes_with_the_same_reference(tmp_path, is_tied):
+    """The base has rows in reserve, as the Phi models do. The rows of new tokens begin elsewhere."""
+    write_base(tmp_path / "base", vocab_size=len(tiny_tokenizer()) + 9, tie_word_embeddings=is_tied)
+    (tmp_path / "rows").mkdir()
+    rows = [
+        {"prompt": f"{number} <o>?", "chosen": f"<o> {'yes ' * (number % 3)}", "rejected": f"no <o><o> {number}"}
+        for number in range(18)
+    ]
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def train(run, num_steps):
+        words = [*words_for(tmp_path, tmp_path / run), *WORDS, "lora.new_tokens=['<o>']", "optim.schedule=constant"]
+        train_from_overrides([*words, f"training.max_steps={num_steps}"])
+        return [step["loss"] for step in curve(tmp_path / run)]
+
+    whole = train("whole", 2)
+    assert whole[0] == pytest.approx(math.log(2), rel=1e-6)
+    train("cut", 1)
+    assert train("cut", 2) == whole
 
 
 @pytest.mark.slow
