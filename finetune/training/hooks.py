@@ -142,6 +142,14 @@ class Hooks:
             of_script |= {key: value for key, value in of_keys.items() if value}
         return of_script
 
+    def former_fingerprints(self) -> dict[str, str]:
+        """Describe the script's code as earlier versions did, for the comparison with their runs."""
+        if self.loss is None and self.optimizer is None:
+            return {}
+        from finetune.training.own_code import fingerprint_code
+
+        return fingerprint_code(self.loss, self.optimizer, is_former=True)
+
     def as_record(self, config: Config, model: Any) -> dict[str, Any]:
         """Return the names of the given code, and of the classes of a given model. Empty if nothing is given."""
         has_base, has_adapter = (config.origin(key) == GIVEN for key in ("model.path", "lora.r"))

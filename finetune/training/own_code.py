@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,11 @@ _log = logging.getLogger(__name__)
 CALLBACKS = ("on_step", "on_validation", "on_save", "on_end")
 """The methods that a callback may define."""
 _REQUESTS = ("stop", "save")
+_ADDRESS = " at 0x[0-9A-Fa-f]+"
+_DEEPEST = 4
+"""Functions that functions hold are described down to this depth."""
+_MOST_VALUES = 1 << 20
+"""A tensor with more values is described by its shape."""
 
 
 def check_own_code(
@@ -54,15 +62,15 @@ def check_own_code(
         _check_callback(callback)
 
 
-def fingerprint_code(loss: GivenLoss | None, optimizer: Any) -> dict[str, str]:
-    """Return a fingerprint of each that is given."""
+def fingerprint_code(loss: GivenLoss | None, optimizer: Any, *, is_former: bool = False) -> dict[str, str]:
+    """Return a fingerprint of each that is given; with `is_former`, as earlier versions took it."""
     settings: Any = optimizer
     if is_optimizer(settings):  # its class and its settings, without the weights
         groups = [{**group, "params": len(group["params"])} for group in settings.param_groups]
         optimizer_class: Callable[..., Any] = type(settings)
         settings = partial(optimizer_class, groups=groups)
     functions = {"loss": loss, "optimizer": settings}
-    return {name: _fingerprint(code) for name, code in functions.items() if code is not None}
+    return {name: _fingerprint(code, is_former=is_former) for name, code in functions.items() if code is not None}
 
 
 def call_callbacks(runtime: Runtime, callbacks: Sequence[object], name: str, result: object) -> set[str]:
@@ -127,19 +135,89 @@ def name_of_code(code: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _fingerprint(code: Any) -> str:
-    """Return the name and a digest of the source; only the name if Python has no source, as in a terminal."""
+def _fingerprint(code: Any, *, is_former: bool = False, depth: int = 0) -> str:
+    """Return the name and a digest of source and settings; only the name if Python has no source, as in a terminal.
+
+    With `is_former`, the digest is that of earlier versions: without settings, and with all of a lambda's statement.
+    """
     values: dict[str, object] = {}
-    functions = ""
+    functions, outer = "", code
     while isinstance(code, partial):
         values |= {"args": code.args, **code.keywords}
-        given = filter(callable, (*code.args, *code.keywords.values()))
-        functions += "".join(_fingerprint(value) for value in given if " at 0x" in repr(value))
+        given = [value for value in (*code.args, *code.keywords.values()) if callable(value)]
+        given = [value for value in given if " at 0x" in repr(value)]
+        functions += "".join(_fingerprint(value, is_former=is_former, depth=depth + 1) for value in given)
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
+    settings = "" if is_former or depth > _DEEPEST else _settings(code, depth)
     try:
-        source = inspect.getsource(named)
+        source = inspect.getsource(named) if is_former else _source(named)
     except (OSError, TypeError):
-        return name_of_code(code)
-    text = source + re.sub(" at 0x[0-9A-Fa-f]+", "", str(values)) + functions  # addresses differ by process
-    return f"{name_of_code(code)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return f"{name_of_code(outer)} {_digest(settings)}" if settings else name_of_code(code)
+    text = source + re.sub(_ADDRESS, "", str(values)) + functions + settings
+    return f"{name_of_code(code)} {_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _source(named: Any) -> str:
+    """Return the source of a function or class; of a lambda, without the rest of its statement, which may change."""
+    source = inspect.getsource(named)
+    if getattr(named, "__name__", "") != "<lambda>":
+        return source
+    module = "".join(inspect.findsource(named)[0])
+    places = [((line, column), (end, to)) for line, end, column, to in named.__code__.co_positions() if to]
+    found = []
+    try:
+        nodes = [node for node in ast.walk(ast.parse(module)) if isinstance(node, ast.Lambda)]
+    except SyntaxError:  # cells of a notebook may hold other commands
+        return source
+    for node in nodes:
+        body = node.body
+        start, end = (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
+        if places and all(start <= first and last <= end for first, last in places):
+            found.append((start, ast.unparse(node)))
+    return max(found)[1] if found else source  # of nested ones the innermost
+
+
+def _settings(code: Any, depth: int) -> str:
+    """Describe the values that code holds: a function's closure and defaults, an object's attributes. Empty if none."""
+    bound, function = getattr(code, "__self__", None), getattr(code, "__func__", code)
+    held: dict[str, object] = {}
+    if inspect.isfunction(function):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # nothing is assigned to it yet
+                held[name] = cell.cell_contents
+        if defaults := [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]:
+            held["defaults"] = defaults
+        held |= getattr(bound, "__dict__", {})
+    elif not isinstance(code, type) and not inspect.isroutine(code):
+        held = dict(getattr(code, "__dict__", {}))
+    module: Any = bound if inspect.ismethod(code) else code
+    if hasattr(module, "named_buffers"):
+        import torch
+
+        has_weights = any(True for _ in module.parameters())  # as a model that a function holds, which trains
+        kept = set() if has_weights else held.keys() - vars(torch.nn.Module()).keys() | {"_buffers", "_modules"}
+        held = {name: held[name] for name in held if name in kept}
+    return _described(held, depth) if held else ""
+
+
+def _described(value: Any, depth: int) -> str:
+    """Describe a value by its content, without its address, which differs by process."""
+    if isinstance(value, Mapping):
+        return str(sorted(f"{name}={_described(each, depth)}" for name, each in value.items()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [_described(each, depth) for each in value]
+        return str(sorted(parts) if isinstance(value, (set, frozenset)) else parts)
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        trains, has_data = getattr(value, "requires_grad", False), not getattr(value, "is_meta", False)
+        is_setting = has_data and not trains and math.prod(value.shape) <= _MOST_VALUES
+        digest = _digest(re.sub(_ADDRESS, "", str(value.tolist()))) if is_setting else ""
+        return f"{value.dtype}{list(value.shape)}{digest}"
+    is_function = inspect.isroutine(value) or isinstance(value, partial)
+    if not isinstance(value, type) and (is_function or hasattr(value, "named_buffers")):
+        return _fingerprint(value, depth=depth + 1)
+    return re.sub(_ADDRESS, "", repr(value))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import on_resume, values
@@ -71,8 +72,12 @@ class _Difference(NamedTuple):
         return f"{change}: {self.effect.decides}" if self.effect.decides else change
 
 
-def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[str, str]) -> list[dict[str, str]]:
+def accepted_changes(
+    folder: RunFolder, config: Config, fingerprints: Mapping[str, str], former: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, str]]:
     """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
+
+    `former` are fingerprints of the same code as earlier versions recorded them.
 
     Called before config.yaml and run.json are overwritten, on the main process, if the run resumes and has checkpoints.
     A CheckpointError lists every difference that changes the curve and is not allowed.
@@ -86,7 +91,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     rows = _other_rows(folder, start, fingerprints)
     counting = _what_counts(before or config, config, has_same_rows=rows == [])
     matters = [difference for difference in differences if difference.effect.matters in counting] + (rows or [])
-    matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
+    matters += _other_base(run, fingerprints) + _other_code(run, fingerprints, former)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
     allowed = config.resume_allow
@@ -231,7 +236,7 @@ def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
     return [_Difference("model", before, after, "the base itself", _BASE)]
 
 
-def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
+def _other_code(run: RecordedRun, now: Mapping[str, str], former: Mapping[str, str]) -> list[_Difference]:
     """Return the functions with changed code, and a script's functions that only one of the two starts has."""
     before = run.part("fingerprints")
     # If only one start names functions, the keys differ. Runs of earlier versions recorded no digests of them.
@@ -241,7 +246,7 @@ def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
     ] + [
         _Difference(_CODE_KEYS[name], before.get(name, "none"), now.get(name, "none"), f"the script's {name}", effect)
         for name, effect in _CODE.items()
-        if before.get(name) != now.get(name)
+        if before.get(name) not in (now.get(name), former.get(name, now.get(name)))
     ]
 
 

@@ -349,6 +349,7 @@ def _open_journal(
         },
         rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
         fingerprints=inputs,
+        former_fingerprints=hooks.former_fingerprints,
         warnings=checked.objective.warnings(),
         energy=energy_reader(runtime.device.type, world_size=runtime.world_size, num_here=environment.local_world_size),
     )

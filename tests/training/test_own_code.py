@@ -30,7 +30,7 @@ from finetune.training.given import describe_given_model
 from finetune.training.given_optimizer import same_optimizer
 from finetune.training.hooks import Hooks
 from finetune.training.optim import build_optimizer, trainable_parameters
-from finetune.training.own_code import call_callbacks
+from finetune.training.own_code import call_callbacks, fingerprint_code
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -188,6 +188,85 @@ def test_code_with_arguments_is_known_again_in_another_process():
     assert len({fingerprint(base=value) for value in functions}) == len(functions)
     source = inspect.getsource(smoothed) + str({"args": (), "base": 0.1})
     assert fingerprint(base=0.1).endswith(hashlib.sha256(source.encode()).hexdigest()[:12]), "as in earlier versions"
+
+
+def fingerprint_of(code, **options):
+    return fingerprint_code(code, None, **options)["loss"]
+
+
+def smoothed_by(value, other=None):
+    def inner(logits, targets):
+        return value if other is None else other(logits, targets)
+
+    return inner
+
+
+class Scaled:
+    """A loss with a setting, and with a method of its own."""
+
+    def __init__(self, factor):
+        self.factor, self.scale = factor, self.by_factor
+
+    def __call__(self, logits, targets):
+        return self.scale(smoothed(logits, targets))
+
+    def by_factor(self, loss):
+        return self.factor * loss
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: torch.nn.CrossEntropyLoss(reduction="sum", label_smoothing=value),
+        lambda value: torch.nn.CrossEntropyLoss(weight=torch.full((2000,), value)),
+        smoothed_by,
+        lambda value: smoothed_by(1, smoothed_by(value)),
+        lambda value: smoothed_by({"of": [torch.full((2000,), value)]}),
+        lambda value: lambda logits, targets, factor=value: factor,
+        Scaled,
+        lambda value: Scaled(value).by_factor,
+        lambda value: partial(smoothed_by(value), 1),
+    ],
+)
+def test_the_values_that_code_holds_are_part_of_its_fingerprint(make):
+    assert fingerprint_of(make(0.1)) == fingerprint_of(make(0.1))
+    assert fingerprint_of(make(0.1)) != fingerprint_of(make(0.9))
+    assert fingerprint_of(make(0.1), is_former=True) == fingerprint_of(make(0.9), is_former=True)
+
+
+def test_a_model_that_code_holds_may_have_trained():
+    model = torch.nn.Linear(2, 2)
+    before = fingerprint_of(smoothed_by(model))
+    model.weight.data += 1
+    assert fingerprint_of(smoothed_by(model)) == before
+
+
+def test_of_a_lambda_only_its_own_source_counts():
+    """Its statement may change: `resume=auto` is added to it."""
+    first, second = fingerprint_of(lambda logits, targets: logits), fingerprint_of(lambda logits, targets: targets)
+    both = [fingerprint_of(lambda logits, targets: logits), fingerprint_of(lambda logits, targets: targets), "resume"]
+    assert both[:2] == [first, second]
+    assert first != second
+    nested = (lambda: lambda logits, targets: logits)()
+    assert fingerprint_of(nested).split()[1] == first.split()[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_recorded_a_former_fingerprint_resumes(tmp_path):
+    settings = {**SETTINGS, "optim.schedule": "constant", "output_dir": tmp_path / "run", "data.cache_dir": tmp_path}
+    settings |= {"training.max_steps": 1}
+    loss = torch.nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)
+    finetune.train(model="phi_tiny", data=ROWS, overrides=settings, loss=loss)
+    again = {**settings, "training.max_steps": 2, "resume": "auto"}
+    other = torch.nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.9)
+    with pytest.raises(CheckpointError, match=r"training\.objective: started with .*CrossEntropyLoss"):
+        finetune.train(model="phi_tiny", data=ROWS, overrides=again, loss=other)
+    file, before = tmp_path / "run" / "run.json", record(tmp_path / "run")
+    assert before["fingerprints"]["loss"] == fingerprint_of(loss)
+    before["fingerprints"]["loss"] = fingerprint_of(loss, is_former=True)
+    file.write_text(json.dumps(before))
+    finetune.train(model="phi_tiny", data=ROWS, overrides=again, loss=loss)
+    assert record(tmp_path / "run")["fingerprints"]["loss"] == fingerprint_of(loss)
 
 
 @pytest.mark.parametrize("answer", [["stop"], np.array([1, 2]), {"stop": 1}, 1, "end"])

@@ -55,6 +55,7 @@ class Journal:
         world: Mapping[str, Any],
         global_batch: Mapping[str, Any],
         fingerprints: Mapping[str, str],
+        former_fingerprints: Callable[[], Mapping[str, str]] = dict,
         rows_read_as: Mapping[str, Sequence[str]] | None = None,
         warnings: RunWarnings | None = None,
         energy: Callable[[], dict[str, float]] = dict,
@@ -82,7 +83,7 @@ class Journal:
             if config.resume == "auto" and self.folder.checkpoint_steps():
                 from finetune.training.resume import accepted_changes, refuse_other_global_batch  # only then
 
-                changes = accepted_changes(self.folder, config, fingerprints)
+                changes = accepted_changes(self.folder, config, fingerprints, former_fingerprints())
                 refuse_other_global_batch(
                     self.folder,
                     config,
