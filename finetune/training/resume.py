@@ -94,6 +94,12 @@ def accepted_changes(
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints, former)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
+    if "reference" in fingerprints and "reference" not in run.part("fingerprints"):
+        _log.warning(
+            "an earlier version trained the steps so far against a reference with other rows for lora.new_tokens. From "
+            "here on, the reference is the model that the run started from, so losses before and after this step are "
+            "not comparable"
+        )
     allowed = config.resume_allow
     if refused := [
         difference
