@@ -15,7 +15,7 @@ from finetune.distributed.ddp_init import is_joined
 from finetune.engine.fused import is_fused, replays_answers, switch_fused, switch_replays
 from finetune.errors import LaunchError
 from finetune.logs import PACKAGE
-from finetune.signals import is_in_steps
+from finetune.signals import after_fork_in_child, is_in_steps
 
 
 @dataclass(eq=False)
@@ -28,6 +28,7 @@ class _OpenLaunch:
 
 _open: list[_OpenLaunch] = []
 _lock = threading.Lock()
+after_fork_in_child(_open.clear)
 
 
 @contextmanager
@@ -51,7 +52,8 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
     try:
         yield restore is not None
     finally:
-        _open.remove(mine)
+        if mine in _open:  # a forked child is in no launch
+            _open.remove(mine)
         _reset_state()
         if restore is not None and _open:
             restore()

@@ -102,6 +102,12 @@ def accepted_changes(
     newest = newest_valid(folder) if matters else None
     if matters and newest is None:
         return []  # the run starts from its beginning
+    if "reference" in fingerprints and "reference" not in run.part("fingerprints"):
+        _log.warning(
+            "an earlier version trained the steps so far against a reference with other rows for lora.new_tokens. From "
+            "here on, the reference is the model that the run started from, so losses before and after this step are "
+            "not comparable"
+        )
     if refused := [difference for difference in matters if not is_allowed(difference.key, config.resume_allow)]:
         raise CheckpointError(_refusal(folder, refused))
     if newest is not None:

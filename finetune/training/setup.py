@@ -130,7 +130,7 @@ def set_up(
     checked = _check(runtime, checked_config, model, tokenizer, rows, hooks)
     folder = RunFolder(checked.config.output_dir)
     journal = _open(runtime, checked, folder, model, tokenizer, hooks)
-    if checked.config.has_reference and checked.config.lora.new_tokens:  # after the base's fingerprint was taken
+    if _has_new_tokens_in_reference(checked.config):  # after the base's fingerprint was taken
         from finetune.model.new_tokens import ids_of_new_tokens, start_base_from_mean_row
 
         start_base_from_mean_row(model, ids_of_new_tokens(tokenizer, checked.config.lora))
@@ -316,6 +316,11 @@ def _saves_base(config: Config) -> bool:
     return config.model.init == "random" and config.training.method == "lora"
 
 
+def _has_new_tokens_in_reference(config: Config) -> bool:
+    """Return whether the base is a reference, which needs rows for the new tokens."""
+    return config.has_reference and bool(config.lora.new_tokens)
+
+
 def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
     """Say that saving sharded trained weights blocks training. It is a fallback if the background was asked for."""
     if not (runtime.placement.shards_trained and config.checkpoint.background):
@@ -332,6 +337,7 @@ def _open_journal(
     environment, config, splits = runtime.environment, checked.config, checked.splits
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
     inputs |= {} if checked.base is None else {"base": checked.base}
+    inputs |= {"reference": "with the first rows of new tokens"} if _has_new_tokens_in_reference(config) else {}
     inputs |= hooks.fingerprints(config)
 
     def check_loads(checkpoint: Path) -> None:

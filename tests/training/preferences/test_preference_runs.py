@@ -122,6 +122,13 @@ def test_a_run_with_new_tokens_starts_at_log_2_and_resumes_with_the_same_referen
     assert whole[0] == pytest.approx(math.log(2), rel=1e-6)
     train("cut", 1)
     assert train("cut", 2) == whole
+    log = tmp_path / "cut" / "log.txt"
+    assert "against a reference with other rows" not in log.read_text()
+    earlier = record(tmp_path / "cut")
+    del earlier["fingerprints"]["reference"]
+    (tmp_path / "cut" / "run.json").write_text(json.dumps(earlier))
+    train("cut", 3)
+    assert "against a reference with other rows" in log.read_text()
 
 
 @pytest.mark.slow
