@@ -170,7 +170,7 @@ def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
         screen.press(b"./gone.jsonl\n")
         screen.wait_for("Error: there is no file or folder ./gone.jsonl")
         screen.press(b"part\n")
-        screen.wait_for("Error: data.path is part, and 1 file in it would not be read: b/2.jsonl.")
+        screen.wait_for("Error: data.path is part, but 1 file in it is not read: b/2.jsonl.")
         screen.press(b"chats.jsonl\n")
         screen.wait_for("The folder of the run [runs/chats-phi_tiny]: ")
         screen.press(b"chats.jsonl\n")

@@ -41,13 +41,14 @@ def explain_unread(
     """
     if is_data_set and any(_DECLARED.search(_text_of(folder / name)) for name in _DECLARATIONS):
         return [], ""
-    read = [name for name in below if name not in {*unread}]
+    not_read = set(unread)
+    read = [name for name in below if name not in not_read]
     unread = [name for name in unread if PurePath(name).name not in _NO_ROWS and not _is_of_run(folder, name)]
     has_splits = any(map(names_split, read))
     if has_splits and not is_data_set:
         return unread, ""
     missing = [name for name in unread if not has_splits or names_split(name)]
-    not_named = [name for name in unread if name not in {*missing}]
+    not_named = [name for name in unread if has_splits and not names_split(name)]
     if not missing:
         return not_named, ""
     if not is_data_set:
@@ -60,8 +61,10 @@ def explain_unread(
     advice = f"To read all files, set {every}. To leave these out, set {some}."
     if any(map(names_split, below)):
         advice = "Name the files of each split instead: data.train='[…]' data.validation='[…]'."
-    names = f"{counted(len(missing), 'file')} in it would not be read: {name_first(missing, _MAX_NAMED)}"
-    return not_named, f"data.path is {label}, and {names}. The reason: {why}. {advice}"
+    number = f"{counted(len(missing), 'file')} in it {'is' if len(missing) == 1 else 'are'} not read"
+    return not_named, (
+        f"data.path is {label}, but {number}: {name_first(missing, _MAX_NAMED)}. The reason: {why}. {advice}"
+    )
 
 
 def _is_of_run(folder: Path, name: str) -> bool:

@@ -64,7 +64,7 @@ def test_a_run_that_was_trained_on_a_part_of_a_folder_resumes(tmp_path: Path, mo
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text('{"prompt": "a", "completion": "b"}\n')
     words = ["model=phi_tiny", "data=./rows", "output_dir=run"]
-    with pytest.raises(DataError, match=r"1 file in it would not be read: more/b\.jsonl"):
+    with pytest.raises(DataError, match=r"1 file in it is not read: more/b\.jsonl"):
         check_inputs(load_config([*words, "resume=auto"]), needs_weights=True)
     Path("run").mkdir()
     Path("run/run.json").touch()
