@@ -23,10 +23,13 @@ from finetune.config.python_values import overrides_of
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
+from finetune.distributed.device import DTYPES, Precision
 from finetune.engine.decoder import bare_model
 from finetune.errors import ConfigError, DataError, ModelError
+from finetune.fallbacks import Fallback, Fallbacks
 from finetune.limits import is_own_file
-from finetune.model.base import prepare_base
+from finetune.model.base import is_half_frozen, prepare_base
+from finetune.model.given_base import refuse_other_base
 from finetune.model.lora import add_lora, trained_in_fp32
 from finetune.runs.durable import replacing
 from finetune.training.hooks import GIVEN
@@ -147,6 +150,22 @@ def describe_given_model(model: Any) -> dict[str, object]:
     return {"model.path": str(name)} | (_describe_adapter(model) if hasattr(model, "peft_config") else {})
 
 
+def check_given_base(model: Any, config: Config, precision: Precision, fallbacks: Fallbacks) -> None:
+    """Compare a given model with the files that `model.path` names. Record weights that are rounded otherwise.
+
+    Raises:
+        ModelError: it has another configuration or other weights, see `refuse_other_base`.
+    """
+    if config.model.init != "pretrained":
+        return
+    rounded = refuse_other_base(model, config.model)
+    if rounded is None or (rounded is DTYPES[precision] and config.training.method == "lora"):
+        return
+    used = f"these weights, rounded to {str(rounded).removeprefix('torch.')}"
+    why = "they were loaded or trained in this dtype. Load the model again with dtype=torch.float32 for exact weights"
+    fallbacks.take(Fallback(what="the given model", wanted=f"the weights at {config.model.path}", used=used, why=why))
+
+
 def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Prepare a given model for training. Without an adapter of its own, it gets one if the run trains an adapter.
 
@@ -196,6 +215,12 @@ def _describe_adapter(model: Any) -> dict[str, object]:
     unknown = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in _SAY_NOTHING | _KEYS.keys()]
     plain = LoraConfig()
     others = [name for name in unknown if getattr(adapter, name, None) != getattr(plain, name, None)]
+    if any(is_half_frozen(weight) for weight in model.parameters()):
+        raise ModelError(
+            "the adapter of the given model began with lora.init=pissa, and half of it is frozen, which no key of a "
+            "further run describes. Load it from its folder, which trains all of it: "
+            "PeftModel.from_pretrained(BASE, 'RUN/adapter', is_trainable=True)."
+        )
     if adapter.init_lora_weights not in (True, False, "gaussian"):
         others.append("init_lora_weights")
     if others:

@@ -181,6 +181,10 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()
         check_inputs(config, needs_weights=given_model is None)
+        if given_model is not None:
+            from finetune.training.given import check_given_base
+
+            check_given_base(given_model, config, runtime.precision, runtime.fallbacks)
     tokenizer = build_run_tokenizer(config)
     splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
     if given_model is not None:

@@ -20,14 +20,16 @@ from transformers import Adafactor, AutoModelForCausalLM
 
 import finetune
 from finetune.config.config_files import resolve_shipped
-from finetune.config.schema import OptimSection
+from finetune.config.schema import Config, OptimSection
+from finetune.engine.decoder import bare_model
 from finetune.engine.given_loss import refuse_no_sum
 from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.fallbacks import Fallbacks
 from finetune.inference.finished_run import find_run
 from finetune.model.base import train_first_half
 from finetune.replay.steps import replay_config
 from finetune.runs.recorded_run import RecordedRun
-from finetune.training.given import describe_given_model
+from finetune.training.given import check_given_base, configure, describe_given_model
 from finetune.training.given_optimizer import same_optimizer
 from finetune.training.hooks import Hooks
 from finetune.training.optim import build_optimizer, set_learning_rate, trainable_parameters
@@ -260,6 +262,74 @@ def test_a_model_that_the_configuration_cannot_describe_is_refused():
         describe_given_model(adapted)
     with pytest.raises(ModelError, match="model is Linear"):
         describe_given_model(torch.nn.Linear(2, 2))
+
+
+def test_a_compiled_model_and_half_of_a_pissa_adapter_are_refused():
+    model = build_tiny(tiny_phi3_config())
+    model.config._name_or_path = "somewhere"
+    with pytest.raises(ModelError, match=r"the given model is compiled \(torch\.compile\)"):
+        describe_given_model(torch.compile(model))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["qkv_proj"]))
+    train_first_half(next(weight for weight in adapted.parameters() if weight.requires_grad), 2, dim=0)
+    with pytest.raises(ModelError, match=r"began with lora\.init=pissa, and half of it is frozen"):
+        describe_given_model(adapted)
+
+
+def test_a_frozen_model_is_refused_if_all_its_weights_are_to_train(tmp_path):
+    overrides = {"data.cache_dir": tmp_path}
+    merged = get_peft_model(shipped_model(), LoraConfig(r=2, target_modules=["qkv_proj"])).merge_and_unload()
+    assert configure(merged, ROWS, "finetune_lora", overrides)
+    with pytest.raises(
+        ModelError, match=r"26 of 26 tensors .* frozen \(model\.embed_tokens\.weight, .*requires_grad_\(True\)"
+    ):
+        configure(merged, ROWS, "finetune_full", overrides)
+    assert configure(merged.requires_grad_(True), ROWS, "finetune_full", overrides)
+
+
+def test_an_override_of_given_rows_is_named_as_theirs(tmp_path):
+    data, overrides = {"train": ROWS, "validation": ROWS[:2]}, {"data.cache_dir": tmp_path, "data.validation": "5%"}
+    with pytest.raises(ConfigError, match=r"data\.validation is 5% in overrides, but .* in the given data\. Remove"):
+        configure("phi_tiny", data, "finetune_lora", overrides)
+
+
+def test_rounded_weights_are_a_fallback_unless_the_run_rounds_them_alike(tmp_path):
+    build_tiny(tiny_phi3_config()).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    lora, full = (
+        Config.model_validate({"model": {"path": str(tmp_path)}, "training": {"method": method}})
+        for method in ("lora", "full")
+    )
+    fallbacks = Fallbacks()
+    check_given_base(model, lora, "bf16", fallbacks)
+    assert not list(fallbacks)
+    check_given_base(model, lora, "fp32", fallbacks)
+    check_given_base(model, full, "bf16", fallbacks)
+    assert [taken.used for taken in fallbacks] == ["these weights, rounded to bfloat16"] * 2
+    with pytest.raises(ConfigError, match="The run is strict"):
+        check_given_base(model, lora, "fp32", Fallbacks(strict=True))
+
+
+@pytest.mark.slow
+def test_a_refused_run_leaves_the_model_as_it_was_given_and_a_changed_one_is_refused(tmp_path):
+    model = shipped_model()
+    settings = {**SETTINGS, "output_dir": tmp_path / "run", "data.cache_dir": tmp_path}
+    with pytest.raises(ConfigError, match="must return the sum"):
+        finetune.train(model=model, data=ROWS, loss=torch.nn.CrossEntropyLoss(), overrides=settings)
+    assert describe_given_model(model)
+    assert all(weight.requires_grad for weight in model.parameters())
+    model.lm_head.weight.data[0] += 1
+    with pytest.raises(
+        ModelError, match=r"the given model has other weights than .*phi_tiny: model\.embed_tokens\.weight"
+    ):
+        finetune.train(model=model, data=ROWS, overrides=settings)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_noise_of_a_run_is_not_in_its_result(tmp_path):
+    settings = {**SETTINGS, "output_dir": tmp_path / "run", "data.cache_dir": tmp_path}
+    result = finetune.train(model="phi_tiny", data=ROWS, overrides={**settings, "training.neftune_alpha": 5})
+    assert not bare_model(result.model).get_input_embeddings()._forward_hooks
 
 
 @pytest.mark.slow
