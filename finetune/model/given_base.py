@@ -5,6 +5,7 @@ Later commands load the base from these files. So an adapter that was trained on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from finetune.units import name_first
 if TYPE_CHECKING:
     from finetune.config.schema import ModelSection
 
+_log = logging.getLogger(__name__)
 _WITHOUT_EFFECT = {
     *("architectures", "auto_map", "dtype", "id2label", "label2id", "model_type", "problem_type", "return_dict"),
     *("torch_dtype", "transformers_version", "use_cache"),
@@ -56,12 +58,13 @@ def refuse_other_base(model: Any, section: ModelSection) -> torch.dtype | None:
             f"without these changes.{or_revision}"
         )
     stored = stored_weights(where, repository)
-    changed, rounded = [], None
+    changed, rounded, num_compared = [], None, 0
     for weight_name, weight in _named_weights(model):
         saved = stored.get(weight_name)
         is_comparable = weight.is_floating_point() and not is_sharded(weight)
         if saved is None or list(saved.get_shape()) != list(weight.shape) or not is_comparable:
             continue
+        num_compared += 1
         for own, other in _ends(weight, saved):
             dtypes = (own.dtype, torch.bfloat16, torch.float16)
             dtype = next((each for each in dtypes if torch.equal(other.to(each).to(own.dtype), own)), None)
@@ -74,6 +77,9 @@ def refuse_other_base(model: Any, section: ModelSection) -> torch.dtype | None:
         raise ModelError(
             f"the given model has other weights than {name}: {name_first(changed, 4)}. {_SAVE_IT}.{or_revision}"
         )
+    if not num_compared:
+        why = "the files name their weights otherwise, or are not on this machine"
+        _log.warning("the weights of the given model could not be compared with %s: %s", name, why)
     return rounded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import pytest
@@ -64,6 +65,16 @@ def test_changed_weights_are_refused_by_name(folder):
     merged = adapted.merge_and_unload()
     with pytest.raises(ModelError, match=r"other weights than .*layers\.0\.self_attn\.qkv_proj\.weight, .*layers\.1"):
         refuse_other_base(merged, section)
+
+
+def test_weights_that_cannot_be_compared_are_said(folder, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    model = load(folder)
+    shutil.copy(folder / "config.json", tmp_path)
+    assert refuse_other_base(model, ModelSection(path=str(folder))) is None
+    assert not caplog.messages
+    assert refuse_other_base(model, ModelSection(path=str(tmp_path))) is None
+    assert "the weights of the given model could not be compared with" in caplog.text
 
 
 def test_another_revision_of_the_hub_is_refused_with_the_key_to_set(folder, tmp_path, monkeypatch):
