@@ -20,17 +20,11 @@ def effects_that_count(before: Config, now: Config, *, has_same_rows: bool) -> s
         "always": True,
         "rows": not has_same_rows,
         "adapter": has_adapter,
-        "noise": any(masks_follow_microbatches(side) for side in sides),
+        "noise": any(side.masks_follow_microbatches for side in sides),
         "steps": is_rate_scaled,
         "epochs": is_rate_scaled and not has_max_steps,
     }
     return {name for name, holds in counts.items() if holds}
-
-
-def masks_follow_microbatches(config: Config) -> bool:
-    """Return whether random masks or noise depend on the micro-batches, so that their size changes the result."""
-    has_dropout = config.training.method == "lora" and config.lora.dropout > 0
-    return has_dropout or config.training.neftune_alpha > 0
 
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:

@@ -870,6 +870,12 @@ class Config(Section):
         """Whether a step also computes the log-probabilities of the base."""
         return self.objective.has_reference or (self.objective.generates_answers and self.grpo.beta > 0)
 
+    @property
+    def masks_follow_microbatches(self) -> bool:
+        """Whether random masks or noise depend on the micro-batches, so that their size changes the result."""
+        has_dropout = self.training.method == "lora" and self.lora.dropout > 0
+        return has_dropout or self.training.neftune_alpha > 0
+
     def origin(self, key: str) -> str:
         """Return the origin of a key's value: `configs/task/debug.yaml:4`, `command line` or `default`.
 

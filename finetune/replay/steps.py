@@ -14,7 +14,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.resume_effects import masks_follow_microbatches
 from finetune.config.run_config import load_run_config
 from finetune.config.schema import ParallelSection
 from finetune.config.yaml_reader import COMMAND_LINE
@@ -288,7 +287,7 @@ def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
 
 def _refuse_other_device(run: RecordedRun, config: Config, device_type: str) -> None:
     recorded = text(run.record.get("device"))
-    if recorded is not None and recorded != device_type and masks_follow_microbatches(config):
+    if recorded is not None and recorded != device_type and config.masks_follow_microbatches:
         raise ConfigError(
             f"{run.folder.path} drops tokens by random masks, which {recorded} draws differently from {device_type}. "
             f"Replay it on a machine with {recorded}."

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import psutil
 import torch
 
-from finetune.config.resume_effects import masks_follow_microbatches
 from finetune.data.encoded import filler_rows
 from finetune.engine.decoder import bare_model
 from finetune.engine.products import full_shape
@@ -218,7 +217,7 @@ def agree_on_memory(
                     collate=collate,
                     room=room,
                     world_size=runtime.world_size,
-                    keeps_microbatches=recorded is not None and masks_follow_microbatches(config),
+                    keeps_microbatches=recorded is not None and config.masks_follow_microbatches,
                 )
                 _log.info("%s", choice)
     agreed = runtime.collectives.broadcast_from_main(choice)
@@ -297,7 +296,7 @@ class FirstStep:
 
     def _announce(self, step: int, max_tokens: int) -> None:
         """Log and record the smaller micro-batches. They are a fallback if the result depends on their size."""
-        if masks_follow_microbatches(self._config):
+        if self._config.masks_follow_microbatches:
             used = f"at most {max_tokens} tokens, so that other tokens are dropped"
             why = f"memory ran out in step {step}"
             fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)
