@@ -16,6 +16,7 @@ from finetune.units import counted, name_first
 
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 """Files that describe a data set or a model. `datasets` takes none of them for rows."""
+_OF_MODELS = ("config.json", "adapter_config.json")
 _DECLARED = re.compile(r"^[\s-]*data_files\s*:", re.MULTILINE)
 _DECLARATIONS = ("README.md", ".huggingface.yaml")
 _MAX_NAMED = 3
@@ -26,7 +27,8 @@ def explain_unread(
 ) -> tuple[Sequence[str], str]:
     """Explain which files of rows in a folder are not read although the folder is `data.path`.
 
-    A data set that declares its files in its README leaves out the others on purpose, and a subfolder may be a run.
+    A data set that declares its files in its README leaves out the others on purpose. A subfolder may be a run or a
+    model.
 
     Args:
         folder: the folder.
@@ -43,7 +45,7 @@ def explain_unread(
         return [], ""
     not_read = set(unread)
     read = [name for name in below if name not in not_read]
-    unread = [name for name in unread if PurePath(name).name not in _NO_ROWS and not _is_of_run(folder, name)]
+    unread = [name for name in unread if PurePath(name).name not in _NO_ROWS and not _is_of_run_or_model(folder, name)]
     has_splits = any(map(names_split, read))
     if has_splits and not is_data_set:
         return unread, ""
@@ -67,8 +69,11 @@ def explain_unread(
     )
 
 
-def _is_of_run(folder: Path, name: str) -> bool:
-    return any((folder / parent / SAVED_CONFIG).is_file() for parent in PurePath(name).parents if parent.name)
+def _is_of_run_or_model(folder: Path, name: str) -> bool:
+    """Return whether a file is in the folder of a run, or is JSON in the folder of a model or an adapter."""
+    marks = [SAVED_CONFIG, *(_OF_MODELS if suffix_of(name) == ".json" else ())]
+    parents = [folder / parent for parent in PurePath(name).parents if parent.name]
+    return any((parent / mark).is_file() for parent in parents for mark in marks)
 
 
 def _text_of(file: Path) -> str:

@@ -161,7 +161,7 @@ def test_a_new_run_refuses_a_folder_of_which_a_part_would_be_read(make_section, 
         ({"d/train.jsonl": A, "d/old/train.jsonl": B}, "old/train.jsonl"),
         ({"d/train/1.jsonl": A, "d/more/2.jsonl": B}, "more/2.jsonl"),
         ({"d/1.jsonl": A, "d/runs/r/metrics.jsonl": b"{}", "d/runs/r/config.yaml": b""}, ""),
-        ({"d/1.jsonl": A, "d/model/config.json": b"{}", "d/.git/2.jsonl": B}, ""),
+        ({"d/1.jsonl": A, "d/m/config.json": b"{}", "d/m/tokenizer.json": b"{}", "d/.git/2.jsonl": B}, ""),
         (
             {
                 "d/README.md": b"---\nconfigs:\n- config_name: x\n  data_files: a/*\n---",
