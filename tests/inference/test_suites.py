@@ -201,7 +201,9 @@ def test_what_is_no_suite_is_refused(tmp_path, own, adapter_run):
             read_suites([name])
     with pytest.raises(ConfigError, match="two suites of the name json"):
         read_suites(["json", "tools,json"])
-    with pytest.raises(ConfigError, match=r"is own; expected one of loss, exact_match, suite_own, and a margin after a colon"):
+    with pytest.raises(
+        ConfigError, match=r"is own; expected one of loss, exact_match, suite_own, and a margin after a colon"
+    ):
         evaluate(adapter_run, [], suite=[str(own)], fail_if_worse=["own"])
     with pytest.raises(ConfigError, match="--harness measures its own tasks"):
         evaluate(adapter_run, [], suite=["json"], harness="pens")
