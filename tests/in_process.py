@@ -33,7 +33,11 @@ def run_script(script: Path, words: Sequence[str | Path]) -> Ended:
     """A script as `python SCRIPT WORDS…` runs it."""
     arguments, path = [str(script), *map(str, words)], [str(script.parent), *sys.path]
     with patch.object(sys, "argv", arguments), patch.object(sys, "path", path):
-        return _watch(lambda: runpy.run_path(str(script), run_name="__main__"))
+        ended = _watch(lambda: runpy.run_path(str(script), run_name="__main__"))
+    module = sys.modules.get("finetune.training.trainer_ddp")
+    if module is not None and (trainer := module.TrainerDDP._open) is not None:
+        trainer.close()  # as the end of its process would
+    return ended
 
 
 def run_finetune(*words: str | Path, code: int | None = None) -> Ended:
