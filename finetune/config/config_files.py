@@ -162,7 +162,7 @@ def override_like(name: str) -> str:
 def _our_name(name: str, files: Collection[str]) -> str | None:
     """Find a name among ours: task=lora is task=finetune_lora, and model=qwen2.5-7b is qwen2_5_7b."""
     spelled = re.sub("[-.]", "_", name.lower())
-    names = (name, spelled, f"finetune_{spelled}", _TASKS_ELSEWHERE.get(name))
+    names = (name, spelled, f"finetune_{spelled}", _TASKS_ELSEWHERE.get(spelled.removeprefix("finetune_")))
     return next((known for known in names if known in files), None)
 
 

@@ -136,7 +136,13 @@ def test_two_run_files_are_one_too_many():
 
 
 def test_tasks_have_the_names_that_people_know():
-    for words, objective in {"task=dpo": "dpo", "task=kto": "kto", "task=sft": "sft", "task=lora": "sft"}.items():
+    for words, objective in {
+        "task=dpo": "dpo",
+        "task=finetune_dpo": "dpo",
+        "task=kto": "kto",
+        "task=sft": "sft",
+        "task=lora": "sft",
+    }.items():
         assert compose([words], complete=False).training.objective == objective
     assert compose(["task=pt"], complete=False) == compose(["task=continue_pretraining"], complete=False)
     assert compose(["--resume", "--seed", "3"], complete=False).resume == "auto"
