@@ -41,7 +41,7 @@ def _is_not_on_view(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def waiting_line(text: object) -> Iterator[None]:
-    """Show a line with a text, as it is at any moment, and the time so far. It disappears at the end of the block."""
+    """Show the current text and the elapsed time in one line, which is removed at the end of the block."""
     console = Console(stderr=True, theme=Theme({"progress.elapsed": "", "progress.spinner": "green"}))
     shown = TextColumn("{task.fields[innermost]}", markup=False, table_column=Column(overflow="fold"))
     columns = SpinnerColumn(), shown, TimeElapsedColumn()

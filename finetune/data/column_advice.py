@@ -101,7 +101,7 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
 
 
 def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> str:
-    """Say how to read a row whose columns are those of another format than `known`; empty if they are of none."""
+    """Say how to read a row whose columns belong to a format that is not in `known`. Empty if they belong to none."""
     if _format_of(row, examples) in (None, known):
         return ""
     parts = examples.source.parts if isinstance(examples.source, JoinedRows) else []

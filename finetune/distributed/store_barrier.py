@@ -52,7 +52,7 @@ class StoreBarrier:
             raise _alone(activity, "rank 0, which keeps the store, has left") from error
 
     def leave(self) -> None:
-        """Mark this rank as one that does not come to the barrier again. Not a collective.
+        """Tell the other ranks that this rank will not come to the barrier again. Not a collective.
 
         The store ends with rank 0. So rank 0 waits until the others have seen that all ranks had come the last time.
         """

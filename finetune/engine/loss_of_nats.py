@@ -1,4 +1,4 @@
-"""Compute a loss that is a function of the nats of target tokens, as those of preferences and rewards are."""
+"""Compute a loss from the nats of each target token. Preferences and rewards have such losses."""
 
 from __future__ import annotations
 

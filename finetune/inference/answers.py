@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     def as_turn(self, *, num_earlier_calls: int = 0) -> Turn:
         """Return the turn of the assistant, for a template to render in the next prompt.
 
-        Its calls have ids, which some templates need. `num_earlier_calls` are those of the conversation before it.
+        Its calls get ids, because some templates need them. `num_earlier_calls` counts the calls of earlier turns.
         """
         turn = text_turn("assistant", self.content)
         turn |= {REASONING_KEYS[0]: self.reasoning} if self.reasoning else {}
@@ -128,7 +128,7 @@ class AnswerReader:
         return content, calls, "", after
 
     def _find_ids(self, text: str, num_calls: int) -> tuple[str, ...]:
-        """Return the id of each call in a text; none unless all calls have one that templates accept."""
+        """Return the id of each call in a text. Empty if a call has no id, or one that templates do not accept."""
         mark = self.call_marks.before if self.call_marks else ""
         values = [_leading_json(part)[0] for part in (text.split(mark)[1:] if mark else [text])] if num_calls else []
         calls = [call for value in values for call in (value if isinstance(value, list) else [value])]

@@ -49,7 +49,7 @@ def continue_by_transformers(
             attention_mask=mask.to(device),
             generation_config=settings,
             logits_processor=LogitsProcessorList([] if draw is None else [draw]),
-            synced_gpus=is_sharded,  # a rank whose answers have ended goes on with the others
+            synced_gpus=is_sharded,  # a rank whose answers have ended still takes part in the steps of the others
             stopping_criteria=StoppingCriteriaList([] if on_token is None else [pass_on]),
         )
     answers: list[list[int]] = generated[:, input_ids.shape[1] :].tolist()

@@ -14,7 +14,7 @@ from finetune.engine.decoder import bare_model
 def add_embedding_noise(model: Any, alpha: float) -> RemovableHandle:
     """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens, in training mode only.
 
-    Return a handle whose `remove` ends this. Otherwise a further run of the same model would have this noise too.
+    Return a handle whose `remove` ends the noise. Without that, the next run of the same model would have it too.
 
     The paper uses an alpha of 5 to 15 (NEFTune: arXiv:2310.05914).
 

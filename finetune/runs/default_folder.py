@@ -105,7 +105,7 @@ def _other_keys(run: RecordedRun, before: Config, config: Config) -> list[str]:
     """Return the keys that make a configuration another one than the run's."""
     recorded = recorded_paths(run.folder.path)
     counting = effects_that_count(before, config, has_same_rows=False)
-    # A run fills in this key from its tools, whose names and code are compared.
+    # A run sets this key itself, from its tools. Their names and code are compared instead.
     is_filled_in = {"rollout.tool_schemas": config.rollout.tool_schemas is None}
     return [
         key

@@ -1,4 +1,4 @@
-"""Use an optimizer that a script makes of the trained weights by itself, or has made already: see `Hooks.optimizer`."""
+"""Use an optimizer that comes from a script, as an object or as a function that makes it: see `Hooks.optimizer`."""
 
 from __future__ import annotations
 

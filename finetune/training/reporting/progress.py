@@ -90,7 +90,7 @@ class TrainingProgress:
 
 
 def _on_terminal(console: Console | None) -> Console | None:
-    """Return the console, or else that of stderr; None if it is no terminal."""
+    """Return the given console, or one for stderr. None if it is not a terminal."""
     if console is None:
         if not sys.stderr.isatty():
             return None

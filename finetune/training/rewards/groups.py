@@ -297,6 +297,6 @@ def _as_answers(microbatch: Any) -> GroupMicrobatch:
     if isinstance(microbatch, GroupMicrobatch):
         return microbatch
     num_targets, advantages = microbatch.num_targets, torch.ones(microbatch.num_rows, dtype=torch.float64)
-    # A rank without answers adds 0 to every sum, also to those of ratios. nan would hide the metrics of other ranks.
+    # A rank without answers must add 0 to the sums of ratios, too: nan would hide the metrics of the other ranks.
     old = None if num_targets else torch.zeros(0, dtype=torch.float64)
     return GroupMicrobatch(rows=microbatch, advantages=advantages, old=old, num_targets=num_targets, per_token=0.0)
