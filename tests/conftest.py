@@ -51,7 +51,8 @@ def _isolate() -> None:
     # the numeric tests with more. torch.compile would start processes that stay behind a test.
     threads = os.environ.get("FINETUNE_TEST_THREADS", "1")
     single = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ |= {"HOME": home, "HF_HUB_OFFLINE": "1", **single}
+    # torchrun makes a folder for its logs in each launch, even where it writes none.
+    os.environ |= {"HOME": home, "HF_HUB_OFFLINE": "1", "PET_LOG_DIR": f"{home}/torchrun", **single}
     if allowed := _FEWER_INSTRUCTIONS.get(os.environ.get("ATEN_CPU_CAPABILITY", "")):
         os.environ["MKL_ENABLE_INSTRUCTIONS"], os.environ["ONEDNN_MAX_CPU_ISA"] = allowed
 
