@@ -73,12 +73,5 @@ def answer_unless_stopped(
         is_cut_short = is_cut_short or runtime.stop_requests.is_on_any_rank()
         return is_cut_short
 
-    ids = generate_answers(
-        model,
-        prompts,
-        decoding,
-        batch_size=batch_size,
-        runtime=runtime if runtime.world_size > 1 else None,
-        is_to_stop=is_to_stop,
-    )
+    ids = generate_answers(model, prompts, decoding, batch_size=batch_size, runtime=runtime, is_to_stop=is_to_stop)
     return None if sum(runtime.collectives.sum([float(is_cut_short)])) else ids

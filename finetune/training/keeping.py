@@ -211,7 +211,7 @@ class Keeper:
         ids = encode_measured_prompts(config, model, tokenizer)
         decoding = _greedy(model, tokenizer, MAX_NEW_TOKENS)
         with model.disable_adapter(), waiting("answering general prompts with the base"):
-            answers = generate_answers(model, ids, decoding, batch_size=AT_ONCE, runtime=_together(runtime))
+            answers = generate_answers(model, ids, decoding, batch_size=AT_ONCE, runtime=runtime)
         batches = group_prompts(model, ids, batch_size=AT_ONCE, max_new_tokens=MAX_NEW_TOKENS)
         own = batches[runtime.rank :: runtime.world_size] if self._shares_prompts else batches
         self._watched = [([ids[row] for row in rows], [answers[row] for row in rows]) for rows in own]
@@ -313,10 +313,6 @@ def _greedy(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int)
     return Decoding(stop_ids=ends, max_new_tokens=max_new_tokens, keeps_stop=True)
 
 
-def _together(runtime: Runtime) -> Runtime | None:
-    return runtime if runtime.world_size > 1 else None
-
-
 def _generate(
     runtime: Runtime, config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]]
 ) -> list[_Row]:
@@ -325,7 +321,7 @@ def _generate(
     as_base = model.disable_adapter if has_adapter(model) and config.lora.init == "default" else nullcontext
     decoding = _greedy(model, tokenizer, _LONGEST_ANSWER)
     with as_base(), waiting(f"answering {counted(len(prompts), 'prompt')} with the base (data.keep)"):
-        answers = generate_answers(model, prompts, decoding, batch_size=_ANSWERED_AT_ONCE, runtime=_together(runtime))
+        answers = generate_answers(model, prompts, decoding, batch_size=_ANSWERED_AT_ONCE, runtime=runtime)
     rows = [([*prompt, *answer], len(answer)) for prompt, answer in zip(prompts, answers, strict=True) if answer]
     if not rows:
         raise DataError("the base answers none of data.keep_prompts. Remove data.keep.")

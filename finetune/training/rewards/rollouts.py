@@ -163,8 +163,8 @@ class RolloutLoader:
             sampling=sampling,
             keeps_stop=True,
         )
-        model, among = self._setup.model, runtime if runtime.world_size > 1 else None
-        draw: Draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=among)
+        model = self._setup.model
+        draw: Draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=runtime)
         if self._server is not None:
             draw = partial(self._server.sample, step)
         answers = self._answering.converse(
