@@ -19,7 +19,7 @@ import torch
 from finetune.config.schema import TestingSection
 from finetune.data.batches import EvaluationLoader
 from finetune.data.encoded import EncodedExamples
-from finetune.data.templates import AnswerTokens, stop_ids
+from finetune.data.templates import AnswerTokens
 from finetune.distributed.runtime import Runtime
 from finetune.inference.answers import METRICS, AnswerReader, Metric, measure
 from finetune.inference.decoding import Decoding, count_unended, generate_answers
@@ -80,8 +80,7 @@ def evaluate_model(
     is_writer = is_alone or runtime.is_main_process
     names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_adapter(model) else ["tuned"]
     as_model = {name: model.disable_adapter if name == "base" else nullcontext for name in names}
-    stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
-    decoding = Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens)
+    decoding = Decoding.greedy(model, tokenizer, section.max_new_tokens)
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
