@@ -219,14 +219,6 @@ class RolloutLoader:
         group_advantages = advantages_of(
             table, self._rewards.weights, self._config.grpo.scale_rewards, num_generations=group
         )
-        rollout = Rollout(
-            step=step,
-            rows=rows,
-            answers=answers,
-            rewards=rewards,
-            advantages=group_advantages.values.flatten().tolist(),
-            metrics={},
-        )
         metrics = {
             "reward": float(group_advantages.rewards.nanmean()),
             "reward_std": float(group_advantages.deviations.mean()),
@@ -239,7 +231,14 @@ class RolloutLoader:
         numbers = {name: value for name, value in metrics.items() if not math.isnan(value)}
         values = {"reward": group_advantages.rewards.flatten()}
         values |= {names[name]: table[:, k] for k, name in enumerate(self._rewards.names)}
-        return replace(rollout, metrics={**numbers, **self._answering.by_turn(answers, values)})
+        return Rollout(
+            step=step,
+            rows=rows,
+            answers=answers,
+            rewards=rewards,
+            advantages=group_advantages.values.flatten().tolist(),
+            metrics={**numbers, **self._answering.by_turn(answers, values)},
+        )
 
     def _before_temperature(self, rollout: Rollout) -> Sequence[Sequence[float]] | None:
         """Return -log p of the rollout as the run computes it, if temperature does not change it; None otherwise."""
