@@ -113,7 +113,6 @@ class Movable(Protocol):
 
     def map(self, change: Change) -> Any:
         """Apply a function to every tensor."""
-        ...
 
 
 class _Prepared(NamedTuple):
