@@ -36,9 +36,8 @@ def preempted_in_test(runtime: Runtime) -> Iterator[None]:
     A signal ends it at once, or before it begins; with shards, before the next forward of all.
     """
     try:
-        if (
-            runtime.stop_requests.is_on_this_rank and runtime.placement.shard_size is None
-        ):  # in the last step: do not begin what may take long
+        # A signal in the last step: do not begin what may take long.
+        if runtime.stop_requests.is_on_this_rank and runtime.placement.shard_size is None:
             raise Terminated
         with runtime.stop_requests.stopping_together("testing"):
             yield
