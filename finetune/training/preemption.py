@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
     """Make the error that ends training, after the checkpoint of the step is committed. Collective."""
-    own_signal = float(received_stop_signal() or 0)
-    signals = runtime.collectives.sum(
-        [own_signal if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
-    )
+    signals = runtime.collectives.by_rank(float(received_stop_signal() or 0))
     stopped = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
     by = f" by {next(iter(stopped.values()))}" if stopped else ""
     if stopped and runtime.world_size > 1:

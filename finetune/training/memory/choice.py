@@ -191,7 +191,7 @@ def agree_on_memory(
     has_own = runtime.device.type == "cuda" and not config.parallel.share_gpus
     num_sharing = 1 if has_own else runtime.environment.local_world_size
     free = free_memory(runtime.device, num_sharing=num_sharing, fraction=fraction)
-    room = int(runtime.collectives.least(free - runtime.placement.gathered_bytes))
+    room = int(min(runtime.collectives.by_rank(free - runtime.placement.gathered_bytes)))
     choice: MemoryChoice | None = None
     with runtime.collectives.failing_together("choosing by memory"):
         if runtime.is_main_process:
