@@ -456,23 +456,20 @@ class RolloutLoader:
         runtime = self._runtime
         chosen = self._in_loss(rollout)
         groups, own_groups = self._split(rollout, chosen)
-        rounds = (
-            ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(own_groups)
-        )
         compute = partial(nats_of_tokens, temperature=temperature)
         answer_nats: list[list[float]] = [[] for _ in rollout.answers]
         for n in chosen:
             answer_nats[n] = [0.0] * rollout.answers[n].num_generated
         with evaluation_mode(self._setup.model):
-            for place in range(rounds):
-                if place >= len(own_groups):
-                    runtime.placement.forward(compute, self._setup.model, EMPTY_MICROBATCH)
-                    continue
-                answers = [chosen[index] for index in groups[own_groups[place]].rows]
+            for group in own_groups:
+                answers = [chosen[index] for index in groups[group].rows]
                 rows = self._setup.collate([self._scored(rollout, n).row for n in answers])
                 nats = iter(runtime.placement.forward(compute, self._setup.model, rows).tolist())
                 for n in answers:
                     answer_nats[n] = [next(nats) for _ in answer_nats[n]]
+            if runtime.placement.needs_equal_microbatches:
+                for _ in range(ceil_div(len(groups), runtime.world_size) - len(own_groups)):
+                    runtime.placement.forward(compute, self._setup.model, EMPTY_MICROBATCH)
         shared = iter(runtime.collectives.sum(value for answer in answer_nats for value in answer))
         return [[next(shared) for _ in answer] for answer in answer_nats]
 
