@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def main() -> None:
     import torch
 
     from finetune import add_lora, build_base_model, build_tokenizer, encode_examples, load_config, load_examples
-    from finetune.data.batches import TrainLoader, packer
+    from finetune.data.batches import TrainLoader
+    from finetune.engine.layout import pack
     from finetune.engine.loss import summed_cross_entropy
     from finetune.training.loaders import plan_batches
 
@@ -61,7 +63,7 @@ def main() -> None:
 
     def run(*, is_shared: bool) -> tuple[float, int, float]:
         """CPU seconds, tokens computed and the loss of one way."""
-        collate = packer(share_prefixes=is_shared)
+        collate = partial(pack, share_prefixes=is_shared)
         limits = {"max_tokens_per_microbatch": 8192, "share_prefixes": is_shared}
         settled = config.model_copy(update={"training": config.training.model_copy(update=limits)})
         rule = plan_batches(settled, examples, is_packed=True, boundary=None, global_batch_size=CONVERSATIONS)

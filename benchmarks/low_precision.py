@@ -52,7 +52,7 @@ def train(overrides: list[str]) -> float:
         load_config,
         load_examples,
     )
-    from finetune.data.batches import packer
+    from finetune.engine.layout import pack
     from finetune.engine.loss import summed_cross_entropy
     from finetune.model.quantized import load_in_4_bits
     from finetune.model.saved_adapter import load_adapter
@@ -72,7 +72,7 @@ def train(overrides: list[str]) -> float:
         train_loader, val_loader, _ = trainer.prepare_dataloaders()
         trainer.run_training(train_loader, val_loader)
     rows: Any = splits.validation
-    microbatch = packer(share_prefixes=True)([rows[index] for index in range(len(rows))])
+    microbatch = pack([rows[index] for index in range(len(rows))])
     model = load_adapter(build_base_model(config.model).float(), Path(config.output_dir) / "adapter").eval()
     with torch.no_grad():
         return summed_cross_entropy(model, microbatch).item() / microbatch.num_targets

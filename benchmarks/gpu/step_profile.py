@@ -18,10 +18,10 @@ from benchmarks.gpu.timing import as_tensors, captured, measure, synchronize, wi
 from benchmarks.gpu.trace import read_trace, time_shares
 from benchmarks.job import row_shape
 from benchmarks.limit import matmul_rate
-from finetune.data.batches import packer
 from finetune.data.encoded import EncodedExample
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.fused import fused_or_not
+from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 
@@ -57,8 +57,8 @@ def profile_microbatch(
         rows = rows[: math.ceil(tokens / job.longest)]
     model = _model(session)
     device, dtype = torch.device(session.device), TORCH_TYPES[job.precision]
-    collate = packer(share_prefixes=True, prepare_attention=prepared_by_the_host(device, dtype))
-    microbatch = collate([EncodedExample(*as_tensors(row)) for row in rows]).to(device)
+    examples = [EncodedExample(*as_tensors(row)) for row in rows]
+    microbatch = pack(examples, prepare_attention=prepared_by_the_host(device, dtype)).to(device)
     num_tokens, num_targets = microbatch.num_tokens, microbatch.num_targets
 
     def work() -> None:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from finetune.config.schema import LoaderKeys
 from finetune.data.encoded import EncodedExample, EncodedExamples
-from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.prefixes import RowGroup, Tokens, assign_to_ranks, num_shared, split_global_batch
 from finetune.units import ceil_div
@@ -310,35 +309,6 @@ class EvaluationLoader(DataLoader[Microbatch]):
             collate_fn=collate or pad,
             **_loader_options(keys),
         )
-
-
-def packer(
-    *,
-    share_prefixes: bool,
-    to_bucket: bool = False,
-    prepare_attention: Callable[..., Any] | None = None,
-    windows: Sequence[int | None] = (None,),
-) -> Collate:
-    """Make a collation that packs rows; for `share_prefixes` and `to_bucket` see `pack`.
-
-    `prepare_attention` prepares attention for the windows of the model's layers here, perhaps in a worker. Without it,
-    the first layer that attends does.
-    """
-    make = partial(pack, share_prefixes=share_prefixes, to_bucket=to_bucket)
-    return partial(_packed, make, prepare_attention=prepare_attention, windows=windows)
-
-
-def _packed(
-    make: Callable[..., PackedMicrobatch],
-    examples: Sequence[EncodedExample],
-    *,
-    prepare_attention: Callable[..., Any] | None,
-    windows: Sequence[int | None],
-) -> PackedMicrobatch:
-    packed = make(examples)
-    if prepare_attention is not None:
-        packed.prepare_attention(prepare_attention, windows)
-    return packed
 
 
 def pad(examples: Sequence[EncodedExample]) -> PaddedMicrobatch:

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from functools import partial
 from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
@@ -110,18 +109,16 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, setting: str | None, d
     if setting is not None:
         tokenizer.chat_template = _read_template(setting)
     if date is not None and isinstance(tokenizer.chat_template, str):
-        write = partial(_literal_date, datetime.fromisoformat(date))
-        tokenizer.chat_template = _DATE_CALL.sub(write, tokenizer.chat_template)
+        day = datetime.fromisoformat(date)
+        tokenizer.chat_template = _DATE_CALL.sub(
+            lambda call: json.dumps(day.strftime(call["format"])), tokenizer.chat_template
+        )
 
 
 def asks_for_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template of a tokenizer writes today's date, so that rows differ from day to day."""
     template = tokenizer.chat_template
     return isinstance(template, str) and _DATE_CALL.search(template) is not None
-
-
-def _literal_date(date: datetime, call: re.Match[str]) -> str:
-    return json.dumps(date.strftime(call["format"]))
 
 
 def _read_template(setting: str) -> str:

@@ -318,8 +318,7 @@ OF_PROMPT = ("input", "system", "history", "tools")
 """Columns that belong to a prompt in another column."""
 
 
-def _has_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
-    del renamed
+def _has_prompt(cells: Cells, _: Mapping[str, str]) -> bool:
     return bool(cells.keys() & {"prompt", "messages", "conversations"} or cells.keys() >= {"instruction", "output"})
 
 

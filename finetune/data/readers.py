@@ -167,23 +167,18 @@ class RowSource(Protocol):
     @property
     def label(self) -> str:
         """The file as the user would name it."""
-        ...
 
     def place(self, number: int) -> str:
         """Name one row in messages."""
-        ...
 
     def check(self) -> None:
         """Refuse a file that cannot be opened."""
-        ...
 
     def digest(self) -> str:
         """Compute a SHA-256 over the bytes of the file and what decides how they are read."""
-        ...
 
     def rows(self) -> Iterator[RawRow]:
         """Yield every row, also rows that cannot be read."""
-        ...
 
 
 _BITS_OF_A_NUMBER = 40

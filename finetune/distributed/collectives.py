@@ -98,10 +98,9 @@ class Collectives:
         rest = iter(numbers)
         return {name: list(islice(rest, len(vector))) for name, vector in {**summed, **own}.items()}
 
-    def least(self, value: float) -> float:
-        """Return the smallest of the values that the ranks give. Collective: every rank."""
-        rank, world_size = self.context.rank, self.context.world_size
-        return min(self.sum([value * (other == rank) for other in range(world_size)]))
+    def by_rank(self, value: float) -> list[float]:
+        """Return the values that the ranks give, in the order of the ranks. Collective: every rank."""
+        return self.sum(value if rank == self.context.rank else 0.0 for rank in range(self.context.world_size))
 
     def broadcast_from_main(self, value: Value) -> Value:
         """Return rank 0's value on every rank. Collective."""

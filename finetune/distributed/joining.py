@@ -47,53 +47,36 @@ def join_ranks(
         for name, value in environment.as_variables().items():
             if name not in os.environ:  # Accelerate adopts a group only if the launch variables are there
                 world.set_variable(name, value)
-        _form_group(
-            world, environment, backend, device, timeout, flag=flag, shares_gpus=shares_gpus, fallbacks=fallbacks
-        )
+        host = address_of_rank_0(environment)
+        identity = None if shares_gpus else device_identity(device)
+        note = [f"{device.type} with {backend}", identity, own_address_towards(host)]
+        try:
+            rendezvous = Rendezvous(environment, timeout, next(_rendezvous_numbers), json.dumps(note))
+        except LaunchError as error:
+            # Without its port no other rank reaches rank 0: the others do not find it, and leave with an error.
+            if environment.rank != 0 or fallbacks.strict:
+                raise
+            raise TrainsAloneError(str(error)) from error
+        world.rendezvous = rendezvous
+        world.undo.callback(rendezvous.leave)
+        verdict = Verdict("together")
+        if environment.rank == 0:
+            failure = why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
+            verdict = compare_devices(rendezvous) if failure is None else verdict_on_failure(failure, fallbacks)
+        obey(rendezvous, verdict)
+        interface = choose_interface(rendezvous, host)
+        if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
+            world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
+        failure = start_backend(rendezvous, backend, timeout, world.undo)
+        if failure is not None and backend == "nccl" and not fallbacks.strict:
+            nccl_failure, failure = failure, start_backend(rendezvous, "gloo", timeout, world.undo)
+            if failure is None:
+                world.take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used="gloo", why=nccl_failure))
+        if failure is not None:
+            obey(rendezvous, verdict_on_failure(failure, fallbacks))
     except TrainsAloneError as decision:
         return _go_on_alone(world, environment, str(decision), device, fallbacks)
     return ProcessContext(True, environment.rank, environment.local_rank, environment.world_size, device)
-
-
-def _form_group(
-    world: JoinedWorld,
-    environment: LaunchEnvironment,
-    backend: str,
-    device: torch.device,
-    timeout: timedelta,
-    *,
-    flag: bool | None,
-    shares_gpus: bool,
-    fallbacks: Fallbacks,
-) -> None:
-    """Form the group, or raise what `obey` raises. Collective."""
-    host = address_of_rank_0(environment)
-    identity = None if shares_gpus else device_identity(device)
-    note = [f"{device.type} with {backend}", identity, own_address_towards(host)]
-    try:
-        rendezvous = Rendezvous(environment, timeout, next(_rendezvous_numbers), json.dumps(note))
-    except LaunchError as error:
-        # Without its port no other rank reaches rank 0: the others do not find it, and leave with an error.
-        if environment.rank != 0 or fallbacks.strict:
-            raise
-        raise TrainsAloneError(str(error)) from error
-    world.rendezvous = rendezvous
-    world.undo.callback(rendezvous.leave)
-    verdict = Verdict("together")
-    if environment.rank == 0:
-        failure = why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
-        verdict = compare_devices(rendezvous) if failure is None else verdict_on_failure(failure, fallbacks)
-    obey(rendezvous, verdict)
-    interface = choose_interface(rendezvous, host)
-    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
-        world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
-    failure = start_backend(rendezvous, backend, timeout, world.undo)
-    if failure is not None and backend == "nccl" and not fallbacks.strict:
-        nccl_failure, failure = failure, start_backend(rendezvous, "gloo", timeout, world.undo)
-        if failure is None:
-            world.take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used="gloo", why=nccl_failure))
-    if failure is not None:
-        obey(rendezvous, verdict_on_failure(failure, fallbacks))
 
 
 def _go_on_alone(

@@ -101,13 +101,14 @@ def _join_and_leave(config: Config, trains: bool, log_level: int, is_nested: boo
     fallbacks = Fallbacks(strict=config.strict)
     launcher_settings = _settings_of_launcher(config, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
-    _check_keys_of_sharding(config, trains=trains)
+    if config.parallel.sharding != "none":
+        from finetune.distributed.sharding import refuse_what_is_not_sharded
+
+        refuse_what_is_not_sharded(config, trains=trains)
     _compare_with_launch(config, environment, fallbacks)
     place = config.parallel
-    master_addr, master_port = (
-        place.master_addr or environment.master_addr,
-        place.master_port or environment.master_port,
-    )
+    master_addr = place.master_addr or environment.master_addr
+    master_port = place.master_port or environment.master_port
     environment = replace(environment, master_addr=master_addr, master_port=master_port)
     if is_to_spawn:
         from finetune.distributed.local_spawn import run_as_processes
@@ -270,13 +271,6 @@ def _choose_folder(config: Config, runtime: Runtime) -> tuple[str, bool]:
     chosen, is_reserved = runtime.collectives.broadcast_from_main((chosen, is_reserved))
     runtime.set_folder(chosen)
     return chosen, is_reserved
-
-
-def _check_keys_of_sharding(config: Config, *, trains: bool) -> None:
-    if config.parallel.sharding != "none":
-        from finetune.distributed.sharding import refuse_what_is_not_sharded
-
-        refuse_what_is_not_sharded(config, trains=trains)
 
 
 def _check_sharding(config: Config, runtime: Runtime) -> None:

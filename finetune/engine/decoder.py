@@ -59,7 +59,6 @@ class Attention(Protocol):
         Returns:
             (queries, heads, head_dim)
         """
-        ...
 
 
 @dataclass(frozen=True)

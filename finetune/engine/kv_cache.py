@@ -35,7 +35,11 @@ class CachedDecoder:
 
     def __init__(self, model: Any, rows: Sequence[Sequence[int]], *, most_tokens: int) -> None:
         self._prepare = partial(_prepared, num_rows=len(rows)) if is_small(model) else _as_they_are
-        self._decoder = Decoder(model, _attend, prepare=self._prepare)
+        self._decoder = Decoder(
+            model,
+            lambda q, k, v, layout, **how: layout.attend(q, k, v, **how),  # the pass itself, which knows its cache
+            prepare=self._prepare,
+        )
         head = bare_model(model).get_output_embeddings()
         self._weights_of_head = Linear(head.weight, head.bias)
         self._prompts = pack_prompts(rows).to(head.weight.device)
@@ -99,20 +103,6 @@ class _Cache:
         self.longest = int(self.lengths.max())
         for layer, (keys, values) in enumerate(self.layers):  # one by one, so that only one layer is in memory twice
             self.layers[layer] = keys[rows], values[rows]
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: _FirstPass | _NextPass,
-    *,
-    queries: torch.Tensor | None,
-    window: int | None,
-    scale: float,
-) -> torch.Tensor:
-    """Attend as `Attention` says; the pass knows its cache."""
-    return layout.attend(q, k, v, queries, window, scale)
 
 
 class _FirstPass:

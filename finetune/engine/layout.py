@@ -113,7 +113,6 @@ class Movable(Protocol):
 
     def map(self, change: Change) -> Any:
         """Apply a function to every tensor."""
-        ...
 
 
 class _Prepared(NamedTuple):
@@ -232,7 +231,12 @@ def padding_of(num_tokens: int) -> int:
 
 
 def pack(
-    rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: bool = True, to_bucket: bool = False
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    share_prefixes: bool = True,
+    to_bucket: bool = False,
+    prepare_attention: Callable[[Layout, torch.Tensor, int | None], Any] | None = None,
+    windows: Sequence[int | None] = (None,),
 ) -> PackedMicrobatch:
     """Pack rows.
 
@@ -241,6 +245,9 @@ def pack(
             is ignored, since nothing predicts it.
         share_prefixes: compute shared prefixes only once.
         to_bucket: append as much padding as `padding_of` says. By default there is none.
+        prepare_attention: prepares attention for the windows of the model's layers here, perhaps in a worker. Without
+            it, the first layer that attends does.
+        windows: of the model's layers.
 
     Raises:
         ValueError: there is no row, or one without a token.
@@ -263,7 +270,7 @@ def pack(
     terms, target_term, counts = numpy.unique(predictor << _ID_BITS | label, return_inverse=True, return_counts=True)
     positions, term_position = numpy.unique(terms >> _ID_BITS, return_inverse=True)
     target_row = numpy.repeat(numpy.arange(len(rows)), [int(mark.sum()) for mark in marks])
-    return PackedMicrobatch(
+    packed = PackedMicrobatch(
         input_ids=input_ids,
         layout=layout,
         positions=torch.from_numpy(positions),
@@ -276,6 +283,9 @@ def pack(
         num_tokens=sum(map(len, tokens)),
         num_padding=num_padding,
     )
+    if prepare_attention is not None:
+        packed.prepare_attention(prepare_attention, windows)
+    return packed
 
 
 _ID_BITS = 32

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from finetune.data.templates import stop_ids
 from finetune.engine.fused import replays_answers
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.products import is_in_4_bits, unchanged_weights
@@ -20,6 +21,8 @@ from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.distributed.runtime import Runtime
     from finetune.inference.sampling import Draw, Sampling
 
@@ -40,6 +43,14 @@ class Decoding:
     """Whether an answer ends with the stop token where it came, instead of before it."""
     by_transformers: bool = False
     """Whether transformers' `generate` computes the answers even if the engine could."""
+
+    @classmethod
+    def greedy(
+        cls, model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, keeps_stop: bool = False
+    ) -> Decoding:
+        """Choose the most likely token each time, up to where the model ends its turn."""
+        stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
+        return cls(stop_ids=stops, max_new_tokens=max_new_tokens, keeps_stop=keeps_stop)
 
 
 class SampledAnswer(NamedTuple):

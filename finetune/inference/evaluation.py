@@ -19,7 +19,7 @@ import torch
 from finetune.config.schema import TestingSection
 from finetune.data.batches import EvaluationLoader
 from finetune.data.encoded import EncodedExamples
-from finetune.data.templates import AnswerTokens, stop_ids
+from finetune.data.templates import AnswerTokens
 from finetune.distributed.runtime import Runtime
 from finetune.inference.answers import METRICS, AnswerReader, Metric, measure
 from finetune.inference.decoding import Decoding, count_unended, generate_answers
@@ -75,19 +75,17 @@ def evaluate_model(
     """
     examples = loader.dataset
     assert isinstance(examples, EncodedExamples)
-    is_shared = runtime.world_size > 1 and not is_alone
     dialogue = Dialogues(examples if metrics or section.num_samples else None, tokenizer)
     num_answers = len(dialogue.prompts) if metrics else min(section.num_samples, len(dialogue.prompts))
     is_writer = is_alone or runtime.is_main_process
     names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_adapter(model) else ["tuned"]
     as_model = {name: model.disable_adapter if name == "base" else nullcontext for name in names}
-    stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
-    decoding = Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens)
+    decoding = Decoding.greedy(model, tokenizer, section.max_new_tokens)
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
         with as_model[name](), waiting(f"measuring the {name} model on {counted(len(examples), 'row')}"):
-            losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
+            losses[name] = _row_losses(runtime, model, loader, is_alone=is_alone)
     chosen = list(range(len(dialogue.prompts)))
     if not metrics and len(names) > 1:  # rows whose loss rose are shown first
         rise = (losses["tuned"][0] - losses["base"][0]) / losses["base"][1].clamp(min=1)
@@ -97,7 +95,7 @@ def evaluate_model(
     for name in names:
         with as_model[name](), waiting(f"answering {counted(num_answers, 'prompt')} with the {name} model"):
             ids = generate_answers(
-                model, asked, decoding, batch_size=section.batch_size, runtime=runtime if is_shared else None
+                model, asked, decoding, batch_size=section.batch_size, runtime=None if is_alone else runtime
             )
             answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
             unended[name] = count_unended(model, asked, ids, section.max_new_tokens) if is_writer else 0
@@ -221,15 +219,15 @@ def _contents(
     return {"loss": every, **of_metrics}
 
 
-def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:
-    """Return nats and target tokens of each row, float64, shape (2, rows). Collective if `is_shared`."""
+def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_alone: bool) -> torch.Tensor:
+    """Return nats and target tokens of each row, float64, shape (2, rows). Collective unless `is_alone`."""
     own_losses = torch.zeros(2, len(loader.dataset), dtype=torch.float64)  # type: ignore[arg-type]
     with evaluation_mode(model):
         for rows, microbatch in zip_longest(loader.row_batches, in_even_rounds(runtime, loader)):
             of_batch = measure_losses(runtime, model, microbatch)
             if rows is not None:
                 own_losses[:, rows] = torch.stack([of_batch.nats, of_batch.num_targets.double()]).cpu()
-    if not is_shared:
+    if is_alone:
         return own_losses
     return torch.tensor(runtime.collectives.sum(own_losses.flatten().tolist()), dtype=torch.float64).view_as(own_losses)
 

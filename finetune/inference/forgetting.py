@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.templates import AnswerTokens, stop_ids
+from finetune.data.templates import AnswerTokens
 from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
 from finetune.errors import DataError
@@ -149,7 +149,6 @@ def _too_slow(predicted: float, max_seconds: float) -> Forgetting:
 def _answers_of_base(tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]) -> list[list[int]]:
     """Return the base's greedy answers, each with the token that ends it."""
     model = tuned.model if base is None else base.model
-    ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
-    decoding = Decoding(stop_ids=ends, max_new_tokens=MAX_NEW_TOKENS, keeps_stop=True)
+    decoding = Decoding.greedy(model, tuned.tokenizer, MAX_NEW_TOKENS, keeps_stop=True)
     with tuned.model.disable_adapter() if base is None else nullcontext():
         return generate_answers(model, prompts, decoding, batch_size=AT_ONCE)

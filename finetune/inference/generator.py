@@ -77,7 +77,7 @@ class Generator:
     """
 
     def __init__(self, runtime: Runtime, run: FinishedRun, settings: AnswerSettings) -> None:
-        from finetune.data.templates import AnswerTokens, stop_ids
+        from finetune.data.templates import AnswerTokens
         from finetune.inference.answers import AnswerReader
         from finetune.inference.decoding import Decoding
         from finetune.inference.sampling import Sampling
@@ -91,11 +91,8 @@ class Generator:
         is_greedy = settings.temperature is settings.top_p is settings.top_k is None
         temperature = 1.0 if settings.temperature is None else settings.temperature
         sampling = Sampling(temperature=temperature, top_p=settings.top_p, top_k=settings.top_k, seed=settings.seed)
-        self.decoding = Decoding(
-            stop_ids=stop_ids(self.tokenizer, self.model.generation_config.eos_token_id),
-            max_new_tokens=settings.max_new_tokens,
-            sampling=None if is_greedy else sampling,
-        )
+        greedy = Decoding.greedy(self.model, self.tokenizer, settings.max_new_tokens)
+        self.decoding = greedy if is_greedy else replace(greedy, sampling=sampling)
 
     @classmethod
     @contextmanager

@@ -17,7 +17,7 @@ from pydantic.alias_generators import to_camel
 
 from finetune.config.config_files import resolve_shipped
 from finetune.data.readers import FileRows, RawRow
-from finetune.data.templates import AnswerTokens, stop_ids
+from finetune.data.templates import AnswerTokens
 from finetune.data.turns import Dialogue
 from finetune.data.values import BadRowError, with_unique_keys
 from finetune.errors import ConfigError
@@ -218,16 +218,10 @@ def measure_suites(
             model, tokenizer = other if name == "base" and other is not None else tuned
             prompts = Suite(metric, tasks).encode(tokenizer)
             encoded.append(prompts)
-            stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
             switch_off = model.disable_adapter if name == "base" and other is None else nullcontext
             with switch_off(), waiting(f"answering the {counted(len(prompts), 'prompt')} of {metric}"):
-                ids = generate_answers(
-                    model,
-                    prompts,
-                    Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens),
-                    batch_size=section.batch_size,
-                    runtime=runtime if runtime.world_size > 1 else None,
-                )
+                decoding = Decoding.greedy(model, tokenizer, section.max_new_tokens)
+                ids = generate_answers(model, prompts, decoding, batch_size=section.batch_size, runtime=runtime)
             answers[name] = [*map(AnswerReader(AnswerTokens(tokenizer)).read, ids)]
             cut = count_unended(model, prompts, ids, section.max_new_tokens)
             unended[name] = evaluation.num_unended.get(name, 0) + cut

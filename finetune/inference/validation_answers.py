@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.templates import stop_ids
 from finetune.distributed.runtime import Runtime
 from finetune.inference.answers import Metric
 from finetune.inference.decoding import Decoding, count_unended, generate_answers
@@ -40,8 +39,7 @@ def measure_answers(
     Raises:
         DataError: on all ranks, if a user's own metric failed.
     """
-    stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
-    decoding = Decoding(stop_ids=stops, max_new_tokens=max_new_tokens)
+    decoding = Decoding.greedy(model, tokenizer, max_new_tokens)
     ids = answer_unless_stopped(runtime, model, dialogue.prompts, decoding, batch_size=batch_size)
     if ids is None:
         return None
@@ -73,12 +71,5 @@ def answer_unless_stopped(
         is_cut_short = is_cut_short or runtime.stop_requests.is_on_any_rank()
         return is_cut_short
 
-    ids = generate_answers(
-        model,
-        prompts,
-        decoding,
-        batch_size=batch_size,
-        runtime=runtime if runtime.world_size > 1 else None,
-        is_to_stop=is_to_stop,
-    )
+    ids = generate_answers(model, prompts, decoding, batch_size=batch_size, runtime=runtime, is_to_stop=is_to_stop)
     return None if sum(runtime.collectives.sum([float(is_cut_short)])) else ids

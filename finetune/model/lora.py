@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.errors import ModelError, first_line
+from finetune.errors import ConfigError, ModelError, first_line
 from finetune.model.base import count_parameters
 from finetune.model.targets import (
     has_transposed_targets,
@@ -46,10 +46,11 @@ def add_lora(
         ConfigError: the recipe has not quantized the base or added the tokens that the section asks for.
         ModelError: a target matches no linear layer, or `lora.start_from` does not fit.
     """
-    if section.quantize != "none":
-        from finetune.model.quantized import refuse_unquantized
-
-        refuse_unquantized(model, section)
+    if section.quantize != "none" and not getattr(model, "is_loaded_in_4bit", False):
+        raise ConfigError(
+            f"lora.quantize is {section.quantize}, but this recipe builds its base without quantizing it. Use "
+            "recipes/finetune_qlora.py, or set lora.quantize=none."
+        )
     ids: list[int] = []
     if section.new_tokens:
         from finetune.model.new_tokens import grow_embeddings, ids_of_new_tokens

@@ -28,10 +28,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
     """
     from tokenizers import AddedToken
 
-    known, special = (
-        tokenizer.get_vocab(),
-        {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special},
-    )
+    known = tokenizer.get_vocab()
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     there = [
         token for token in section.new_tokens if token in special or known.get(token, 1 << 62) < tokenizer.vocab_size
     ]

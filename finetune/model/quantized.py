@@ -23,7 +23,7 @@ from finetune.model.from_hub import locate_model, repository_of
 from finetune.model.local_files import stored_weights
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from finetune.config.schema import Config, LoraSection, ModelSection
 
@@ -67,7 +67,15 @@ def load_in_4_bits(model: ModelSection, device: torch.device) -> PreTrainedModel
     Raises:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
-    return build_base_model(model, quantization_config=quantization(), device_map={"": device})
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return build_base_model(model, quantization_config=settings, device_map={"": device})
 
 
 def quantize_without_data(model: Any) -> None:
@@ -106,31 +114,6 @@ def weights_from_disk(section: ModelSection, states: Mapping[str, Any]) -> Itera
     finally:
         for state in states.values():
             del state.widened
-
-
-def quantization() -> BitsAndBytesConfig:
-    """Return the settings of the paper: NF4, with quantized scales and products in bf16."""
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-
-
-def refuse_unquantized(model: Any, section: LoraSection) -> None:
-    """Refuse to train on an unquantized base if 4 bits were asked for.
-
-    Raises:
-        ConfigError: names the recipe that quantizes.
-    """
-    if section.quantize != "none" and not getattr(model, "is_loaded_in_4bit", False):
-        raise ConfigError(
-            f"lora.quantize is {section.quantize}, but this recipe builds its base without quantizing it. Use "
-            "recipes/finetune_qlora.py, or set lora.quantize=none."
-        )
 
 
 class RoundedLayers(NamedTuple):

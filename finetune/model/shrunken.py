@@ -112,7 +112,7 @@ def shrunken_config(config: PretrainedConfig, vocab_size: int = VOCABULARY) -> P
     return type(config)(**in_own_names(config, rest))
 
 
-def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """Build a seeded random model in fp32 in which every part changes the loss.
 
     Matrices are larger than transformers initializes them. Norm weights differ from 1 and biases from 0.
@@ -121,7 +121,7 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model: Any = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.data.batches import Collate, packer, pad
+from finetune.data.batches import Collate, pad
 from finetune.distributed.device import DTYPES
 from finetune.engine import products
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.decoder import FAMILIES, bare_model, layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
+from finetune.engine.layout import pack
 from finetune.engine.products import PROCESSOR, make_room_for_bf16
 from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.fallbacks import Fallback
@@ -81,7 +83,8 @@ def choose_forward(
     called = called_layers(model)
     # Dropout of the base would draw numbers for padding, which would change the masks of all layers.
     draws_for_padding = any(getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop"))
-    collate = packer(
+    collate = partial(
+        pack,
         share_prefixes=section.packing and section.share_prefixes,
         to_bucket=pads and not called and not draws_for_padding,
         prepare_attention=prepare_attention,

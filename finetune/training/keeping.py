@@ -22,7 +22,7 @@ from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.held_out import parse_split_size
 from finetune.data.row_file import RowFacts, RowWriter, map_rows, rows_in_memory, write_rows
 from finetune.data.splits import shuffled
-from finetune.data.templates import AnswerTokens, TokenisedRow, stop_ids
+from finetune.data.templates import AnswerTokens, TokenisedRow
 from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.fallbacks import Fallback
 from finetune.inference.decoding import Decoding, generate_answers, group_prompts
@@ -209,9 +209,9 @@ class Keeper:
     def _ask_base(self) -> None:
         runtime, (model, tokenizer), config = self._runtime, self._tuned, self._setup.config
         ids = encode_measured_prompts(config, model, tokenizer)
-        decoding = _greedy(model, tokenizer, MAX_NEW_TOKENS)
+        decoding = Decoding.greedy(model, tokenizer, MAX_NEW_TOKENS, keeps_stop=True)
         with model.disable_adapter(), waiting("answering general prompts with the base"):
-            answers = generate_answers(model, ids, decoding, batch_size=AT_ONCE, runtime=_together(runtime))
+            answers = generate_answers(model, ids, decoding, batch_size=AT_ONCE, runtime=runtime)
         batches = group_prompts(model, ids, batch_size=AT_ONCE, max_new_tokens=MAX_NEW_TOKENS)
         own = batches[runtime.rank :: runtime.world_size] if self._shares_prompts else batches
         self._watched = [([ids[row] for row in rows], [answers[row] for row in rows]) for rows in own]
@@ -308,24 +308,15 @@ def _epoch(config: Config, kept: EncodedExamples, num_rows: int) -> EncodedExamp
     return rows
 
 
-def _greedy(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> Decoding:
-    ends = stop_ids(tokenizer, model.generation_config.eos_token_id)
-    return Decoding(stop_ids=ends, max_new_tokens=max_new_tokens, keeps_stop=True)
-
-
-def _together(runtime: Runtime) -> Runtime | None:
-    return runtime if runtime.world_size > 1 else None
-
-
 def _generate(
     runtime: Runtime, config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]]
 ) -> list[_Row]:
     """Answer the prompts greedily, by the base without an adapter that the run starts from. Collective."""
     # PiSSA moves a part of the base into the adapter, so that only both together are the base.
     as_base = model.disable_adapter if has_adapter(model) and config.lora.init == "default" else nullcontext
-    decoding = _greedy(model, tokenizer, _LONGEST_ANSWER)
+    decoding = Decoding.greedy(model, tokenizer, _LONGEST_ANSWER, keeps_stop=True)
     with as_base(), waiting(f"answering {counted(len(prompts), 'prompt')} with the base (data.keep)"):
-        answers = generate_answers(model, prompts, decoding, batch_size=_ANSWERED_AT_ONCE, runtime=_together(runtime))
+        answers = generate_answers(model, prompts, decoding, batch_size=_ANSWERED_AT_ONCE, runtime=runtime)
     rows = [([*prompt, *answer], len(answer)) for prompt, answer in zip(prompts, answers, strict=True) if answer]
     if not rows:
         raise DataError("the base answers none of data.keep_prompts. Remove data.keep.")

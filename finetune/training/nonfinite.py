@@ -18,9 +18,8 @@ def why_not_finite(runtime: Runtime, loss: float, *, own_loss: float, grad_norm:
 
     `own_loss` is this rank's.
     """
-    is_mine = not math.isfinite(own_loss)
-    counts = runtime.collectives.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
-    ranks = [str(rank) for rank, count in enumerate(counts) if count]
+    are_broken = runtime.collectives.by_rank(float(not math.isfinite(own_loss)))
+    ranks = [str(rank) for rank, is_broken in enumerate(are_broken) if is_broken]
     where = f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
     return f"the loss is {loss}{where} and the gradient norm {grad_norm}"
 

@@ -13,7 +13,7 @@ from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits, filler_rows
 from finetune.data.examples import load_examples
-from finetune.engine.loss import Choices, LossFunction
+from finetune.engine.loss import Choices, LossFunction, cross_entropy_per_target
 from finetune.errors import ConfigError
 from finetune.inference.losses import SplitLosses
 from finetune.runs.model_files import load_model
@@ -74,8 +74,8 @@ class Objective:
         raise NotImplementedError
 
     def evaluation(self, choices: Choices) -> Any:
-        """Return the function that `measure` computes of each micro-batch."""
-        raise NotImplementedError
+        """Return the function that `measure` computes of each micro-batch: −log p of each target."""
+        return partial(cross_entropy_per_target, choices=choices)
 
     def measure(self, setup: Setup, loader: EvaluationLoader) -> SplitLosses:
         """Measure this rank's validation rows; the sums are cut short if a rank was preempted. Collective."""

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
     """Make the error that ends training, after the checkpoint of the step is committed. Collective."""
-    own_signal = float(received_stop_signal() or 0)
-    signals = runtime.collectives.sum(
-        [own_signal if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
-    )
+    signals = runtime.collectives.by_rank(float(received_stop_signal() or 0))
     stopped = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
     by = f" by {next(iter(stopped.values()))}" if stopped else ""
     if stopped and runtime.world_size > 1:
@@ -36,9 +33,8 @@ def preempted_in_test(runtime: Runtime) -> Iterator[None]:
     A signal ends it at once, or before it begins; with shards, before the next forward of all.
     """
     try:
-        if (
-            runtime.stop_requests.is_on_this_rank and runtime.placement.shard_size is None
-        ):  # in the last step: do not begin what may take long
+        # A signal in the last step: do not begin what may take long.
+        if runtime.stop_requests.is_on_this_rank and runtime.placement.shard_size is None:
             raise Terminated
         with runtime.stop_requests.stopping_together("testing"):
             yield

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.data.batches import EvaluationLoader
-from finetune.engine.loss import Choices, LossFunction, cross_entropy_per_target, summed_cross_entropy
+from finetune.engine.loss import Choices, LossFunction, summed_cross_entropy
 from finetune.inference.losses import SplitLosses, sum_losses
 from finetune.training.objective import Objective
 
@@ -20,10 +20,6 @@ class Supervised(Objective):
     def loss(self, choices: Choices) -> LossFunction:
         """Return the function that sums −log p over the targets."""
         return partial(summed_cross_entropy, choices=choices)
-
-    def evaluation(self, choices: Choices) -> Any:
-        """Return the function that computes −log p of each target."""
-        return partial(cross_entropy_per_target, choices=choices)
 
     def measure(self, setup: Setup, loader: EvaluationLoader) -> SplitLosses:
         """Sum the losses of this rank's rows. Collective."""

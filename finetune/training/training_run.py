@@ -98,9 +98,9 @@ class TrainingRun:
         self._first_step: FirstStep | None = None
         if not setup.runtime.placement.needs_equal_microbatches:
             self._first_step = FirstStep(
-                setup.runtime,
-                setup.config,
-                setup.memory,
+                runtime=setup.runtime,
+                config=setup.config,
+                memory=setup.memory,
                 loader=train_loader,
                 take_step=self._take_step,
                 read_again=self._read_again,

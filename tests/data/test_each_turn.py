@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.config.compose import load_config
-from finetune.data.batches import TrainLoader, packer
+from finetune.data.batches import TrainLoader
 from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import encode_preferences
 from finetune.engine.layout import pack
@@ -79,7 +79,7 @@ def test_a_conversation_is_one_example_in_shares_weights_and_steps(encode):
 
 def losses_of(model: torch.nn.Module, examples: EncodedExamples, rule: Any) -> tuple[float, torch.Tensor]:
     """The loss and the gradient of an epoch's first step, as a run computes them."""
-    loader = TrainLoader(examples, rule, DataLoaderKeys, rank=0, world_size=1, collate=packer(share_prefixes=True))
+    loader = TrainLoader(examples, rule, DataLoaderKeys, rank=0, world_size=1, collate=pack)
     (step,) = loader.steps(0)
     model.zero_grad()
     total = 0.0

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 from finetune.config.schema import LoraSection, OptimSection, PreferenceSection
-from finetune.data.batches import packer, pad
+from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
 from finetune.engine import products
@@ -162,7 +162,7 @@ def pairs(number: int = 3) -> list[EncodedPair]:
 def test_the_predicted_peak_of_pairs_is_the_measured_one(family, checkpointed, way):
     """Policy and reference, in one micro-batch."""
     config = CONFIGS[family]()
-    collate = pad if way == "padded" else packer(share_prefixes=way == "shared")
+    collate = pad if way == "padded" else partial(pack, share_prefixes=way == "shared")
     given = pairs()
 
     def make():
@@ -237,7 +237,7 @@ def test_few_layers_tell_what_many_take(device_type, loss_of, monkeypatch):
     need = optimizer_need(build_optimizer(model, OptimSection()), device_type=device_type)
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     how = Computation(loss_of=loss_of, device_type=device_type, dtype=dtype, accumulates=False)
-    microbatch = pack(rows()) if loss_of is sft else put_pairs_together(pairs(), rows=packer(share_prefixes=True))
+    microbatch = pack(rows()) if loss_of is sft else put_pairs_together(pairs(), rows=pack)
     extrapolated = forecast_step(model, microbatch, how).peak(need)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from finetune.config.schema import Config, LoraSection
-from finetune.data.batches import packer
 from finetune.distributed.launch import launch
-from finetune.engine.layout import TOKENS_WITHOUT_PADDING, padding_of
+from finetune.engine.layout import TOKENS_WITHOUT_PADDING, pack, padding_of
 from finetune.engine.loss import summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
@@ -31,7 +31,7 @@ CONFIGS = {
 }
 ROWS = rows_of([*range(4, 4 + BOUNDARY)], [*range(4, 12), 30], [*range(40, 49)], [50, 51, 52, 53, 54], targets=0.6)
 """So short that LongRoPE has its short factors. A row of all their padding would bring the long ones."""
-TO_BUCKET = {share: packer(share_prefixes=share, to_bucket=True) for share in (True, False)}
+TO_BUCKET = {share: partial(pack, share_prefixes=share, to_bucket=True) for share in (True, False)}
 TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-9, 1e-9)}
 """Of the loss and of the gradient's norm: in fp32 as promise 1 says, and where rounding is negligible."""
 

@@ -11,7 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 from finetune.config.compose import load_config
 from finetune.config.schema import LoraSection, OptimSection
-from finetune.data.batches import packer, pad
+from finetune.data.batches import pad
+from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ConfigError, ModelError
 from finetune.model.lora import add_lora, without_adapter
@@ -171,7 +172,7 @@ def test_pissa_here_takes_the_steps_of_pefts_own_that_changes_the_base(config, r
         build_tiny(config),
         LoraConfig(r=3, lora_alpha=6.0, init_lora_weights="pissa", target_modules=targets, use_rslora=rslora),
     )
-    for model, batch in ((ours, packer(share_prefixes=True)(rows)), (theirs, pad(rows))):
+    for model, batch in ((ours, pack(rows)), (theirs, pad(rows))):
         optimizer = build_optimizer(model, OptimSection(learning_rate=1e-3))
         for _ in range(4):
             (summed_cross_entropy(model, batch) / batch.num_targets).backward()
@@ -193,7 +194,7 @@ def test_pissa_leaves_the_base_alone_and_keeps_the_half_that_it_took_from_it(ini
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     model = add_lora(base, LoraSection(r=3, alpha=3.0, init=init))
     first = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
-    batch = packer(share_prefixes=True)(list(tiny_examples(4)))
+    batch = pack(list(tiny_examples(4)))
     optimizer = build_optimizer(model, OptimSection(learning_rate=1e-2))
     for _ in range(2):
         summed_cross_entropy(model, batch).backward()
@@ -242,7 +243,7 @@ def test_with_lora_plus_the_second_matrices_learn_faster_by_the_ratio():
         before = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
         optimizer = build_optimizer(model, OptimSection(learning_rate=1e-3, lora_plus_ratio=ratio))
         set_learning_rate(optimizer, 5e-4)
-        batch = packer(share_prefixes=True)(list(tiny_examples(4)))
+        batch = pack(list(tiny_examples(4)))
         summed_cross_entropy(model, batch).backward()
         optimizer.step()
         weights = dict(model.named_parameters())

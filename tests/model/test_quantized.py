@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from finetune import add_lora, encode_examples, load_config, load_examples
 from finetune.config.schema import LoraSection, ModelSection
-from finetune.data.batches import packer
 from finetune.data.encoded import filler_rows
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.plan_model import PlannedModel
@@ -211,7 +210,7 @@ def test_the_error_of_four_bits_is_that_of_the_weights_on_disk(inputs, tmp_path)
             weight.data.copy_(started[name].data)
     config = load_config(words)
     rows = encode_examples(load_examples(config.data), tiny_tokenizer(), config.data).train
-    packed, losses, gradients = packer(share_prefixes=True)([rows[index] for index in range(len(rows))]), [], []
+    packed, losses, gradients = pack([rows[index] for index in range(len(rows))]), [], []
     for model in (in_four_bits, plain):
         loss = summed_cross_entropy(model, packed) / packed.num_targets
         weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -281,7 +280,7 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
     build_tiny(tiny_phi3_config(**sizes)).save_pretrained(tmp_path)
     model = add_lora(load_on_cpu(ModelSection(path=str(tmp_path))), LoraSection(r=4)).train()
     rows = filler_rows(20, 40)
-    packed = packer(share_prefixes=True)([rows[index] for index in range(20)])
+    packed = pack([rows[index] for index in range(20)])
 
     def step():
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32), unchanged_weights():

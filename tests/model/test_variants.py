@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from finetune.config.schema import LoraSection
-from finetune.data.batches import BatchRule, Collate, packer, pad
+from finetune.data.batches import BatchRule, Collate, pad
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.distributed.launch import launch
+from finetune.engine.layout import pack
 from finetune.engine.loss import cross_entropy_per_target
 from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
@@ -174,7 +175,7 @@ def ways(model: Any) -> Iterator[tuple[str, Collate]]:
     """Padded, through the model's own forward; packed, through the engine, where it knows the model."""
     yield "padded", pad
     if unsupported_reason(model) is None:
-        yield "packed", packer(share_prefixes=True)
+        yield "packed", pack
 
 
 @pytest.mark.few(5)

@@ -14,9 +14,10 @@ import torch
 
 from finetune.config.compose import load_config
 from finetune.config.schema import Config, LoraSection
-from finetune.data.batches import loader_keys_on, packer, pad
+from finetune.data.batches import loader_keys_on, pad
 from finetune.data.encoded import filler_rows
 from finetune.engine.host_embedding import HostEmbedding, embedding_that_may_leave, keep_embedding_on_host
+from finetune.engine.layout import pack
 from finetune.engine.loss import Choices, LossFunction, summed_cross_entropy
 from finetune.main_memory import read_main_memory
 from finetune.model.base import checkpoint_gradients
@@ -107,7 +108,7 @@ def computation_on(device_type: str) -> Computation:
 
 def choice_of(config: Config, *, device_type: str, room: int, model: Any = None, **more: Any) -> MemoryChoice:
     how = computation_on(device_type)
-    given = {"collate": packer(share_prefixes=True), "world_size": 1, **more}
+    given = {"collate": pack, "world_size": 1, **more}
     return choose(config, model or tiny(), how, longest=60, room=room, **given)
 
 
@@ -115,7 +116,7 @@ def bytes_of_step(
     model: Any, num_rows: int, length: int, *, collate: Any = None, device_type: str = "cpu", optimizer: Any = None
 ) -> int:
     rows = filler_rows(num_rows, length)
-    microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
+    microbatch = (collate or pack)([rows[index] for index in range(num_rows)])
     copy = copy_without_data(model)
     peak = forecast_step(copy, microbatch, computation_on(device_type)).peak(optimizer or OptimizerNeed(0, 0))
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]

@@ -88,10 +88,6 @@ class MemoryChoice:
         }
         return config.model_copy(update={"training": config.training.model_copy(update=resolved)})
 
-    def after_out_of_memory(self, max_tokens: int, step: int) -> MemoryChoice:
-        """Return the choice with smaller micro-batches, after memory ran out in a step."""
-        return replace(self, max_tokens=max_tokens, why=f"memory ran out in step {step} with larger ones")
-
     def __str__(self) -> str:
         limit = "" if self.max_tokens is None else f", micro-batches compute up to {self.max_tokens:,} tokens"
         kept = {"the inputs of layers": self.offloads, "the embedding": self.embedding_on_host}
@@ -195,7 +191,7 @@ def agree_on_memory(
     has_own = runtime.device.type == "cuda" and not config.parallel.share_gpus
     num_sharing = 1 if has_own else runtime.environment.local_world_size
     free = free_memory(runtime.device, num_sharing=num_sharing, fraction=fraction)
-    room = int(runtime.collectives.least(free - runtime.placement.gathered_bytes))
+    room = int(min(runtime.collectives.by_rank(free - runtime.placement.gathered_bytes)))
     choice: MemoryChoice | None = None
     with runtime.collectives.failing_together("choosing by memory"):
         if runtime.is_main_process:
@@ -246,33 +242,24 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
     return min(available, int(fraction * memory.total) // num_sharing - process.memory_info().rss)
 
 
+@dataclass(kw_only=True)
 class FirstStep:
     """Takes the first step of a start with ever smaller micro-batches, until memory suffices on all ranks.
 
-    Args:
+    Attributes:
+        memory: the choice so far.
         take_step: takes a step; `may_be_too_large` lets it raise StepTooLargeError.
         read_again: returns this rank's micro-batches of a step, given its epoch and its place in the epoch.
         record: is given the new choice. Collective.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        config: Config,
-        memory: MemoryChoice,
-        *,
-        loader: TrainRows,
-        take_step: Callable[..., StepResult],
-        read_again: Callable[[int, int], list[Any]],
-        record: Callable[[MemoryChoice], None],
-    ) -> None:
-        self._runtime = runtime
-        self._config = config
-        self._memory = memory
-        self._loader = loader
-        self._take_step = take_step
-        self._read_again = read_again
-        self._record = record
+    runtime: Runtime
+    config: Config
+    memory: MemoryChoice
+    loader: TrainRows
+    take_step: Callable[..., StepResult]
+    read_again: Callable[[int, int], list[Any]]
+    record: Callable[[MemoryChoice], None]
 
     def take(self, step: int, microbatches: list[Any]) -> StepResult:
         """Take the step. Collective.
@@ -281,30 +268,31 @@ class FirstStep:
         """
         while True:
             try:
-                return self._take_step(step, microbatches, may_be_too_large=True)
+                return self.take_step(step, microbatches, may_be_too_large=True)
             except StepTooLargeError as too_large:
                 error = too_large.error
             # From here on nothing refers to the exception. Its traceback refers to the frame of the step.
-            epoch, place = divmod(step - 1, self._loader.rule.steps_per_epoch)
-            max_tokens = self._loader.halve(epoch, place)
+            epoch, place = divmod(step - 1, self.loader.rule.steps_per_epoch)
+            max_tokens = self.loader.halve(epoch, place)
             if max_tokens is None:
-                self._runtime.collectives.agree(error, f"training, step {step}")
+                self.runtime.collectives.agree(error, f"training, step {step}")
                 raise AssertionError("a rank ran out of memory")
-            self._memory = self._memory.after_out_of_memory(max_tokens, step)
+            why = f"memory ran out in step {step} with larger ones"
+            self.memory = replace(self.memory, max_tokens=max_tokens, why=why)
             self._announce(step, max_tokens)
-            microbatches = self._read_again(epoch, place)
+            microbatches = self.read_again(epoch, place)
 
     def _announce(self, step: int, max_tokens: int) -> None:
         """Log and record the smaller micro-batches. They are a fallback if the result depends on their size."""
-        if self._config.masks_follow_microbatches:
+        if self.config.masks_follow_microbatches:
             used = f"at most {max_tokens} tokens, so that other tokens are dropped"
             why = f"memory ran out in step {step}"
             fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)
-            self._runtime.fallbacks.take(fallback)
+            self.runtime.fallbacks.take(fallback)
         else:
-            _log.warning("out of memory in step %d, which is tried again: %s", step, self._memory)
-        self._record(self._memory)
-        log_cut_examples(self._loader.rule)
+            _log.warning("out of memory in step %d, which is tried again: %s", step, self.memory)
+        self.record(self.memory)
+        log_cut_examples(self.loader.rule)
 
 
 def _requested_keys(config: Config) -> dict[str, Any]:

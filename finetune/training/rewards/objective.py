@@ -15,7 +15,7 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.data.preferences import refuse_each_turn
-from finetune.engine.loss import Choices, LossFunction, cross_entropy_per_target
+from finetune.engine.loss import Choices, LossFunction
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.losses import LossSums, SplitLosses
@@ -114,10 +114,6 @@ class RewardedAnswers(Objective):
         loss = group_loss_of(config)
         compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
         return LossWithMetrics(compute, loss.metrics)
-
-    def evaluation(self, choices: Choices) -> Any:
-        """Return the function that computes −log p of each target."""
-        return partial(cross_entropy_per_target, choices=choices)
 
     def longest_row(self, splits: Any) -> int:
         """Return an upper limit: the longest prompt with the longest answer."""

@@ -163,8 +163,8 @@ class RolloutLoader:
             sampling=sampling,
             keeps_stop=True,
         )
-        model, among = self._setup.model, runtime if runtime.world_size > 1 else None
-        draw: Draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=among)
+        model = self._setup.model
+        draw: Draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=runtime)
         if self._server is not None:
             draw = partial(self._server.sample, step)
         answers = self._answering.converse(
@@ -219,14 +219,6 @@ class RolloutLoader:
         group_advantages = advantages_of(
             table, self._rewards.weights, self._config.grpo.scale_rewards, num_generations=group
         )
-        rollout = Rollout(
-            step=step,
-            rows=rows,
-            answers=answers,
-            rewards=rewards,
-            advantages=group_advantages.values.flatten().tolist(),
-            metrics={},
-        )
         metrics = {
             "reward": float(group_advantages.rewards.nanmean()),
             "reward_std": float(group_advantages.deviations.mean()),
@@ -239,7 +231,14 @@ class RolloutLoader:
         numbers = {name: value for name, value in metrics.items() if not math.isnan(value)}
         values = {"reward": group_advantages.rewards.flatten()}
         values |= {names[name]: table[:, k] for k, name in enumerate(self._rewards.names)}
-        return replace(rollout, metrics={**numbers, **self._answering.by_turn(answers, values)})
+        return Rollout(
+            step=step,
+            rows=rows,
+            answers=answers,
+            rewards=rewards,
+            advantages=group_advantages.values.flatten().tolist(),
+            metrics={**numbers, **self._answering.by_turn(answers, values)},
+        )
 
     def _before_temperature(self, rollout: Rollout) -> Sequence[Sequence[float]] | None:
         """Return -log p of the rollout as the run computes it, if temperature does not change it; None otherwise."""
@@ -457,23 +456,20 @@ class RolloutLoader:
         runtime = self._runtime
         chosen = self._in_loss(rollout)
         groups, own_groups = self._split(rollout, chosen)
-        rounds = (
-            ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(own_groups)
-        )
         compute = partial(nats_of_tokens, temperature=temperature)
         answer_nats: list[list[float]] = [[] for _ in rollout.answers]
         for n in chosen:
             answer_nats[n] = [0.0] * rollout.answers[n].num_generated
         with evaluation_mode(self._setup.model):
-            for place in range(rounds):
-                if place >= len(own_groups):
-                    runtime.placement.forward(compute, self._setup.model, EMPTY_MICROBATCH)
-                    continue
-                answers = [chosen[index] for index in groups[own_groups[place]].rows]
+            for group in own_groups:
+                answers = [chosen[index] for index in groups[group].rows]
                 rows = self._setup.collate([self._scored(rollout, n).row for n in answers])
                 nats = iter(runtime.placement.forward(compute, self._setup.model, rows).tolist())
                 for n in answers:
                     answer_nats[n] = [next(nats) for _ in answer_nats[n]]
+            if runtime.placement.needs_equal_microbatches:
+                for _ in range(ceil_div(len(groups), runtime.world_size) - len(own_groups)):
+                    runtime.placement.forward(compute, self._setup.model, EMPTY_MICROBATCH)
         shared = iter(runtime.collectives.sum(value for answer in answer_nats for value in answer))
         return [[next(shared) for _ in answer] for answer in answer_nats]
 

@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from finetune import build_tokenizer, load_config
 from finetune.config.schema import LoraSection, PreferenceSection
-from finetune.data.batches import packer, pad
+from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair, encode_preferences
+from finetune.engine.layout import pack
 from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.errors import DataError
 from finetune.model.lora import add_lora
@@ -32,8 +33,8 @@ BETA = 0.4
 DPO = PreferenceLoss("dpo", PreferenceSection(beta=BETA))
 CONFIGS = {"phi3": tiny_phi3_config(sliding_window=None), "phi": tiny_phi_config()}
 COLLATIONS = {
-    "shared": packer(share_prefixes=True),
-    "packed": packer(share_prefixes=False),
+    "shared": pack,
+    "packed": partial(pack, share_prefixes=False),
     "padded": pad,
 }
 
