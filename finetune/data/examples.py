@@ -302,7 +302,7 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         at_path = _find_splits(section)
     except OSError as error:
         raise DataError(f"data.path is {section.path}, which cannot be read: {describe_os_error(error)}.") from error
-    if at_path is not None and at_path.form in (_ONE_FILE, _FILES) and section.train is not None:
+    if at_path is not None and at_path.form in (_ONE_FILE, _FILES) and section.train not in (None, "train"):
         raise ConfigError(
             f"data.path is {name_files(section.path)} and data.train is {name_files(section.train)}: both name the "
             "training data. Remove one of the two."

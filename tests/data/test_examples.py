@@ -111,6 +111,14 @@ def test_a_reader_of_datasets_is_no_data_set(make_section, write_jsonl, tmp_path
     assert len(load_examples(section).train) == 3
 
 
+def test_the_split_of_one_file_can_be_named(make_section, write_jsonl):
+    path = write_jsonl([CHAT])
+    assert len(load_examples(make_section(path=path, train="train")).train) == 1
+    assert len(load_examples(make_section(path=[path, path], train="train")).train) == 2
+    with pytest.raises(ConfigError, match="both name the training data"):
+        load_examples(make_section(path=path, train="dev"))
+
+
 def test_no_path_and_two_training_files_are_config_errors(make_section, write_jsonl):
     with pytest.raises(ConfigError, match=r"data\.path is not set"):
         load_examples(make_section())
