@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finetune.config.config_files import path_exists, shown_path
+from finetune.config.config_files import SUFFIXES_OF_ROWS, path_exists, shown_path
 from finetune.config.key_advice import did_you_mean, expected
 from finetune.config.keys import fields, section_class, takes
 from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml
-from finetune.config.schema import Config
+from finetune.config.schema import Config, as_list
 from finetune.config.yaml_reader import Setting, read_settings
 from finetune.errors import ConfigError
 from finetune.terminal import without_passwords
@@ -72,6 +72,8 @@ _ALPACA_INPUT = (
     "Set data.chat_template, if your rows have an input. axolotl writes it below ### Input:, and the template alpaca "
     "below the instruction."
 )
+_READERS = ("arrow", "csv", "json", "parquet", "text")
+"""Readers of `datasets`. Where a file names one of them as its rows, `data_files` has the rows."""
 _TYPES = ("chat_template", "completion", "input_output", "sharegpt", "pretrain")
 """The types of axolotl's data sets that have no prompt format of their own."""
 _SECRET = re.compile("(hub_token|api_key|secret|password|auth_token|webhook_url)$")
@@ -515,8 +517,8 @@ def _convert_rows(name: str, value: Any, source: Translation) -> Answer | None:
         case "dataset" | "eval_dataset":
             key = OUR_NAME[name]
             return {}, f"Set {key} to the files of these rows: dataset_info.json says which they are."
-        case "test_datasets" if all(isinstance(entry, Mapping) and entry.get("path") for entry in value):
-            return {"data.validation": [entry["path"] for entry in value]}, ""
+        case "test_datasets":
+            return _test_sets(value if isinstance(value, list) else [value], source)
         case "excess_length_strategy" if value == "drop" and source.facts.compares_pairs:
             note = f"{NOTHING}: a pair is dropped if one of its two sides is longer than data.max_length."
             return {"data.on_long_row": "drop"}, note
@@ -538,9 +540,8 @@ def _data_sets(entries: list[Any]) -> Answer:
         given |= given["type"] if isinstance(given.get("type"), Mapping) else {}
         is_sharegpt = (given.get("message_property_mappings") or {}).get("role") == "from"
         ours["field_messages"] = "conversations" if is_sharegpt else "messages"
-        is_reader = given.get("path") in ("json", "csv", "parquet")
-        source = {"path": given.get("data_files" if is_reader else "path"), "train": given.get("split")}
-        source |= {"name": given.get("name"), "revision": given.get("revision")}
+        source, left = _rows_of(given)
+        left_out += left
         source["columns"] = {ours[name]: given[name] for name in ours if given.get(name) not in (None, ours[name])}
         sources.append({key: part for key, part in source.items() if part})
         row_type = given["type"].partition(".")[0] if isinstance(given.get("type"), str) else ""
@@ -560,3 +561,38 @@ def _data_sets(entries: list[Any]) -> Answer:
         return {"data.mixture": sources, **shared}, note
     renamed = {f"data.columns.{name}": theirs for name, theirs in sources[0].pop("columns", {}).items()}
     return {f"data.{key}": part for key, part in sources[0].items()} | renamed | shared, note
+
+
+def _rows_of(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return where the rows of one of `datasets` are, as keys of the data section, and the settings that are lost."""
+    left_out = []
+    path, split, files = entry.get("path"), entry.get("split"), entry.get("data_files")
+    if files and path in _READERS and not isinstance(files, Mapping):
+        path = files
+    elif files:
+        left_out.append(f"data_files: {inline_yaml(files)}")
+    if _are_files(path):
+        left_out += [f"split: {inline_yaml(split)}"] if split not in (None, "train") else []
+        split = None  # a file has no other split than train
+    source = {"path": path, "train": split, "name": entry.get("name"), "revision": entry.get("revision")}
+    return {key: part for key, part in source.items() if part}, left_out
+
+
+def _are_files(path: Any) -> bool:
+    return bool(path) and all(
+        SUFFIXES_OF_ROWS.search(str(name)) or path_exists(str(name), is_file=True) for name in as_list(path)
+    )
+
+
+def _test_sets(entries: list[Any], source: Translation) -> Answer:
+    """Translate the `test_datasets` of axolotl: files, or a split of the rows that are trained on."""
+    parts = [_rows_of(entry if isinstance(entry, Mapping) else {"path": entry}) for entry in entries]
+    if all(_are_files(keys.get("path")) and not left_out for keys, left_out in parts):
+        return {"data.validation": [file for keys, _ in parts for file in as_list(keys["path"])]}, ""
+    trained = source.first("datasets")
+    if len(parts) == 1 and isinstance(trained, list) and len(trained) == 1 and isinstance(trained[0], Mapping):
+        [(keys, left_out)], (rows, _) = parts, _rows_of(trained[0])
+        split = keys.pop("train", None)
+        if split and not left_out and keys == {key: part for key, part in rows.items() if key != "train"}:
+            return {"data.validation": split}, ""
+    return {}, "Set data.validation to files of rows, or to a split of the rows that are trained on."

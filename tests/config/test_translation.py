@@ -615,3 +615,44 @@ def test_values_and_names_stay_in_their_comments():
     Path("odd.yaml").write_text('base_model: a\n"x\\nseed: 1": "y\\nseed: 2"\nlr_scheduler: "z\\u2028seed: 3"\n')
     Path("mine.yaml").write_text(translated("odd.yaml"), encoding="utf-8")
     assert compose([], run="mine.yaml", complete=False).seed == 0
+
+
+def read(text: str) -> tuple[dict[str, object], str]:
+    """Return our settings for a file, and the sentences about what they leave open."""
+    Path("one.yml").write_text(text, encoding="utf-8")
+    translation = translate_file(Path("one.yml"))
+    return {".".join(key): setting.value for key, setting in translation.settings.items()}, " ".join(translation.notes)
+
+
+@pytest.mark.parametrize(
+    ("entry", "path", "train", "left_out"),
+    [
+        ("{path: ./d, data_files: [good.jsonl]}", "./d", None, "data_files: [good.jsonl]"),
+        ("{path: org/a, data_files: {train: b.jsonl}}", "org/a", None, "data_files: {train: b.jsonl}"),
+        ("{path: text, data_files: [corpus.txt], type: completion}", ["corpus.txt"], None, ""),
+        ("{path: json, data_files: a.jsonl, split: train}", "a.jsonl", None, ""),
+        ("{path: a.jsonl.gz, split: 'train[:10%]'}", "a.jsonl.gz", None, "split: train[:10%]"),
+        ("{path: org/a, split: 'train[:10%]'}", "org/a", "train[:10%]", ""),
+    ],
+)
+def test_the_files_and_the_split_of_datasets_are_translated_or_said(entry, path, train, left_out):
+    settings, said = read(f"{AXOLOTL}datasets: [{entry}]")
+    assert (settings["data.path"], settings.get("data.train")) == (path, train)
+    assert re.findall(r"left out of datasets: (.*)\.$", said) == ([left_out] if left_out else [])
+
+
+@pytest.mark.parametrize(
+    ("tests", "validation"),
+    [
+        ("{path: dev.jsonl, split: train}", ["dev.jsonl"]),
+        ("{path: json, data_files: [a.jsonl, b.jsonl]}, {path: c.csv}", ["a.jsonl", "b.jsonl", "c.csv"]),
+        ("{path: org/set, split: test}", "test"),
+        ("{path: org/set, name: other, split: test}", None),
+        ("{path: org/other}", None),
+        ("{path: ./d, data_files: [good.jsonl]}", None),
+    ],
+)
+def test_the_test_sets_of_axolotl_are_files_or_a_split(tests, validation):
+    settings, said = read(f"{AXOLOTL}datasets: [{{path: org/set, split: train}}]\ntest_datasets: [{tests}]")
+    assert settings.get("data.validation") == validation
+    assert ("Set data.validation to files of rows" in said) == (validation is None)
