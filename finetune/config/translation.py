@@ -51,8 +51,10 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     },
 }
 """What a tool does if its file does not say, where finetune would do something else."""
-_EARLIER_NAMES = {"eval_strategy": "evaluation_strategy"}
-"""Names with a default that the tool read under another name before. A file with that name leaves nothing open."""
+_OTHER_NAMES = {"eval_strategy": "evaluation_strategy", "warmup_ratio": "warmup_steps"}
+"""Other names for what has a default. In a file that gives one a value, the default does not count."""
+_MOST_WARMUP = 100
+"""The most warm-up steps of axolotl by default."""
 
 _SAY_OBJECTIVE = ("rl", "stage", "num_generations", "loss_type")
 """Names that tell the objective. They are translated first, in this order."""
@@ -238,7 +240,12 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
             f"{shown_path(path)}: most of its settings ({', '.join(unknown[:3])}, …) belong to none of the tools that "
             "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
         )
-    defaults = {name: value for name, value in _DEFAULTS[tool].items() if not {name, _EARLIER_NAMES.get(name)} & given}
+    has_value = {setting.key[0] for setting in settings if setting.value is not None}
+    defaults = {
+        name: value
+        for name, value in _DEFAULTS[tool].items()
+        if name not in given and _OTHER_NAMES.get(name) not in has_value
+    }
     values = defaults | {setting.dotted: setting.value for setting in settings}
     if tool == LLAMA_FACTORY and values.get("stage") == "pt" and values.get("packing") is None:  # its default
         values["packing"] = True
@@ -463,13 +470,19 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
 
 
 def _warmup(value: Any, source: Translation, *, is_ratio: bool) -> Answer:
-    if not value or (is_ratio and source.first("warmup_steps")):
+    steps, is_axolotl = source.first("warmup_steps"), source.tool == AXOLOTL
+    if not value or (is_ratio and (steps or (is_axolotl and steps is not None))):
         return {}, OFF
     if source.first("lr_scheduler_type", "lr_scheduler") == "constant":
         return {}, f"{NOTHING}: the schedule `constant` has no warm-up there."
     total = source.first("max_steps")
     if isinstance(total, int) and total > 0 and (is_ratio or value < 1):
-        return {"optim.warmup_steps": math.ceil(value * total)}, ""
+        steps = int(value * total) if is_axolotl and is_ratio else math.ceil(value * total)
+        return {"optim.warmup_steps": min(steps, _MOST_WARMUP) if "warmup_ratio" in source.defaults else steps}, ""
+    if is_ratio and "warmup_ratio" in source.defaults:
+        until = f"{NOTHING} in runs of up to {int(_MOST_WARMUP / value):,} steps"
+        note = f"{until}: axolotl's warm-up has at most {_MOST_WARMUP}."
+        return {"optim.warmup_steps": value}, f"{note} For a longer run, set optim.warmup_steps={_MOST_WARMUP}."
     if not is_ratio or _accepts(("optim", "warmup_steps"), value):
         return {"optim.warmup_steps": value}, ""
     return {}, f"Set optim.warmup_steps, in optimizer steps. {100 * value:g} % of all steps are warm-up there."
@@ -501,7 +514,7 @@ def _convert_cadence(name: str, value: Any, source: Translation) -> Answer | Non
         case "val_set_size" | "val_size" if source.first("eval_dataset", "test_datasets"):
             return {}, OFF
         case "val_set_size" | "val_size":
-            return {"data.validation": None if not value else f"{100 * value:g}%" if value < 1 else f"{value:g}"}, ""
+            return {"data.validation": None if not value else f"{100 * value:g}%" if value < 1 else f"{int(value)}"}, ""
     return None
 
 

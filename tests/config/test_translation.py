@@ -621,7 +621,7 @@ def read(text: str) -> tuple[dict[str, object], str]:
     """Return our settings for a file, and the sentences about what they leave open."""
     Path("one.yml").write_text(text, encoding="utf-8")
     translation = translate_file(Path("one.yml"))
-    return {".".join(key): setting.value for key, setting in translation.settings.items()}, " ".join(translation.notes)
+    return {".".join(key): setting.value for key, setting in translation.settings.items()}, "\n".join(translation.notes)
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def read(text: str) -> tuple[dict[str, object], str]:
 def test_the_files_and_the_split_of_datasets_are_translated_or_said(entry, path, train, left_out):
     settings, said = read(f"{AXOLOTL}datasets: [{entry}]")
     assert (settings["data.path"], settings.get("data.train")) == (path, train)
-    assert re.findall(r"left out of datasets: (.*)\.$", said) == ([left_out] if left_out else [])
+    assert re.findall(r"left out of datasets: (.*)\.", said) == ([left_out] if left_out else [])
 
 
 @pytest.mark.parametrize(
@@ -656,3 +656,27 @@ def test_the_test_sets_of_axolotl_are_files_or_a_split(tests, validation):
     settings, said = read(f"{AXOLOTL}datasets: [{{path: org/set, split: train}}]\ntest_datasets: [{tests}]")
     assert settings.get("data.validation") == validation
     assert ("Set data.validation to files of rows" in said) == (validation is None)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "has_note"),
+    [
+        ("warmup_steps: 0", None, False),
+        ("warmup_steps: 0\nwarmup_ratio: 0.1", None, False),
+        ("warmup_steps: 7", 7, False),
+        ("warmup_steps:", 0.03, True),
+        ("warmup_ratio: 0.1", 0.1, False),
+        ("max_steps: 199", 5, False),
+        ("max_steps: 20000", 100, False),
+        ("max_steps: 20000\nwarmup_ratio: 0.03", 600, False),
+    ],
+)
+def test_the_warm_up_of_axolotl_is_translated(text, steps, has_note):
+    settings, said = read(f"{AXOLOTL}{text}\n")
+    assert settings.get("optim.warmup_steps") == steps
+    assert ("up to 3,333 steps: axolotl's warm-up has at most 100" in said) == has_note
+
+
+@pytest.mark.parametrize(("size", "validation"), [("1500000", "1500000"), ("1234567", "1234567"), ("0.05", "5%")])
+def test_a_large_validation_split_keeps_its_number_of_rows(size, validation):
+    assert read(f"{AXOLOTL}val_set_size: {size}")[0]["data.validation"] == validation
