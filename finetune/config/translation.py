@@ -60,6 +60,13 @@ _SAY_OBJECTIVE = ("rl", "stage", "num_generations", "loss_type")
 """Names that tell the objective. They are translated first, in this order."""
 _PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>")
 """Values in TRL that stand for the tokenizer's own tokens."""
+_RATES = ("learning_rate", "optimizer.params.lr", "scheduler.params.warmup_max_lr")
+"""Names of the learning rate."""
+_NEEDED: dict[str, dict[str, object]] = {
+    "optim.decay_steps": {"schedule": "wsd"},
+    "optim.min_learning_rate": {"learning_rate": 1.0},
+}
+"""Values of other keys, without which a section refuses every value of a key, or those above a default."""
 _PACKING = ("packing", "sample_packing", "neat_packing")
 _TYPING_ERROR = 0.8
 """How alike two names are, from 0 to 1, if one of them is taken for a misspelling of the other."""
@@ -322,7 +329,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
 
 def _answer(name: str, key: str, value: Any, source: Translation) -> Answer:
     """Convert the value of a name that is one of our keys."""
-    for convert in (_convert_training, _convert_cadence, _convert_rows):
+    for convert in (_convert_training, _convert_optimizer, _convert_cadence, _convert_rows):
         answer = convert(name, value, source)
         if answer is not None:
             return answer
@@ -375,6 +382,7 @@ def _accepts(key: tuple[str, ...], value: Any) -> bool:
     nested = value
     for part in reversed(key[-1:] if len(key) == 1 else key[1:]):
         nested = {part: nested}
+    nested |= _NEEDED.get(".".join(key), {})
     try:
         (section_class(key[0]) or Config)(**nested)
     except ValidationError:
@@ -393,7 +401,7 @@ _LISTS = ("lora.target_modules", "lora.modules_to_save", "lora.new_tokens", "tra
 
 
 def _convert_training(name: str, value: Any, source: Translation) -> Answer | None:
-    """Convert names about batches, learning rates and weights, except those whose value `VALUES` converts."""
+    """Convert names about batches, losses and weights, except those whose value `VALUES` converts."""
     match name:
         case "gradient_accumulation_steps":
             batch = source.first("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
@@ -403,19 +411,6 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
                 return {}, OUR_NAME[name]
             note = "training.global_batch_size counts the examples of all processes, and is set for one."
             return {"training.global_batch_size": value * batch}, f"{note} For N processes, set N times as many."
-        case "warmup_steps" | "warmup_ratio":
-            return _warmup(value, source, is_ratio=name == "warmup_ratio")
-        case "learning_rate" if value is None:
-            defaults = "TrainingArguments has 5e-5, SFTConfig 2e-5, DPOConfig 1e-6; finetune has 2e-4, for LoRA"
-            return {}, f"Set optim.learning_rate. The file leaves it to its trainer: {defaults}."
-        case "cosine_min_lr_ratio" | "lr_scheduler_kwargs.min_lr_rate":
-            return {"optim.min_learning_rate": value * float(source.first("learning_rate") or 0)}, ""
-        case "adam_beta1" | "adam_beta2":
-            return {"optim.args.betas": [source.first("adam_beta1") or 0.9, source.first("adam_beta2") or 0.999]}, ""
-        case "optimizer.params.betas" | "optimizer.params.eps" | "adam_epsilon":
-            return {f"optim.args.{'betas' if name.endswith('betas') else 'eps'}": value}, ""
-        case "max_grad_norm" | "gradient_clipping":
-            return {"optim.max_grad_norm": value or None}, ""
         case "max_steps" if value in (-1, 0):
             return {}, OFF
         case "use_peft" if source.is_full is None:
@@ -466,6 +461,42 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             )
         case "trust_remote_code":
             return {}, OFF
+    return None
+
+
+def _convert_optimizer(name: str, value: Any, source: Translation) -> Answer | None:
+    """Convert names about the optimizer, its learning rate and its schedule."""
+    match name:
+        case "warmup_steps" | "warmup_ratio":
+            return _warmup(value, source, is_ratio=name == "warmup_ratio")
+        case "learning_rate" if value is None:
+            defaults = "TrainingArguments has 5e-5, SFTConfig 2e-5, DPOConfig 1e-6; finetune has 2e-4, for LoRA"
+            return {}, f"Set optim.learning_rate. The file leaves it to its trainer: {defaults}."
+        case "optimizer.params.lr" if source.first("scheduler.params.warmup_max_lr") not in (None, value):
+            return {}, f"{NOTHING}: the scheduler of DeepSpeed sets the rate to its warmup_max_lr."
+        case "scheduler.type" if source.first("scheduler.params.warmup_type") != "linear":
+            ours = _choices("optim.schedule").get(str(value).lower())
+            note = f"{MISSING}: a logarithmic warm-up, DeepSpeed's default. Here the rate rises linearly."
+            return ({"optim.schedule": ours}, note) if ours else None
+        case "lr_scheduler_type" | "lr_scheduler" if value == "warmup_stable_decay":
+            is_linear = source.first("lr_scheduler_kwargs.decay_type") == "linear"
+            note = "" if is_linear else f"{MISSING}: a decay along a cosine. With optim.schedule=wsd, it is linear."
+            return {"optim.schedule": "wsd"}, note
+        case "optimizer.type" if str(value).lower() == "adam":
+            is_decoupled = source.first("optimizer.params.adam_w_mode") is not False
+            return {"optim.optimizer": "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"}, ""
+        case "cosine_min_lr_ratio" | "scheduler.params.cos_min_ratio" if value and not source.first(*_RATES):
+            return {}, f"Set optim.min_learning_rate to {value:g} times optim.learning_rate."
+        case "cosine_min_lr_ratio" | "scheduler.params.cos_min_ratio":
+            return {"optim.min_learning_rate": value * float(source.first(*_RATES) or 0)}, ""
+        case "lr_scheduler_kwargs.min_lr_rate" | "lr_scheduler_kwargs.min_lr_ratio":
+            return _convert_optimizer("cosine_min_lr_ratio", value, source)
+        case "adam_beta1" | "adam_beta2":
+            return {"optim.args.betas": [source.first("adam_beta1") or 0.9, source.first("adam_beta2") or 0.999]}, ""
+        case "optimizer.params.betas" | "optimizer.params.eps" | "adam_epsilon":
+            return {f"optim.args.{'betas' if name.endswith('betas') else 'eps'}": value}, ""
+        case "max_grad_norm" | "gradient_clipping":
+            return {"optim.max_grad_norm": value or None}, ""
     return None
 
 

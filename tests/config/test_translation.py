@@ -680,3 +680,67 @@ def test_the_warm_up_of_axolotl_is_translated(text, steps, has_note):
 @pytest.mark.parametrize(("size", "validation"), [("1500000", "1500000"), ("1234567", "1234567"), ("0.05", "5%")])
 def test_a_large_validation_split_keeps_its_number_of_rows(size, validation):
     assert read(f"{AXOLOTL}val_set_size: {size}")[0]["data.validation"] == validation
+
+
+DEEPSPEED = "train_batch_size: 8\nzero_optimization: {stage: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizer"),
+    [
+        ("lr: 1.0e-4, weight_decay: 0.1", "torch.optim.AdamW"),
+        ("adam_w_mode: true", "torch.optim.AdamW"),
+        ("adam_w_mode: false", "torch.optim.Adam"),
+    ],
+)
+def test_adam_of_deepspeed_decouples_the_weight_decay(params, optimizer):
+    settings, said = read(f"{DEEPSPEED}optimizer: {{type: Adam, params: {{{params}}}}}")
+    assert settings["optim.optimizer"] == optimizer
+    assert "Set optim.args" not in said
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate"), [("lr: auto", 3e-4), ("lr: 1.0e-4", 3e-4), ("lr: 3.0e-4", 3e-4), ("eps: 1.0e-6", 3e-4)]
+)
+def test_the_schedulers_of_deepspeed_set_the_rate(optimizer, rate):
+    schedule = "type: WarmupDecayLR, params: {warmup_max_lr: 3.0e-4, warmup_min_lr: 0, warmup_num_steps: 5"
+    optimizer = f"optimizer: {{type: AdamW, params: {{{optimizer}}}}}"
+    settings, said = read(f"{DEEPSPEED}{optimizer}\nscheduler: {{{schedule}}}}}")
+    assert (settings["optim.learning_rate"], settings["optim.schedule"]) == (rate, "linear")
+    assert "a logarithmic warm-up" in said
+    assert "begins above 0" not in said
+    _, said = read(
+        f"{DEEPSPEED}{optimizer}\nscheduler: {{{schedule}, warmup_type: linear, total_num_steps: 70}}}}".replace(
+            "warmup_min_lr: 0", "warmup_min_lr: 1.0e-5"
+        )
+    )
+    assert "a logarithmic warm-up" not in said
+    assert "begins above 0" in said
+    assert "Set training.max_steps: the rate falls until the last step of the run." in said
+
+
+@pytest.mark.parametrize("decay", ["", "cosine", "linear"])
+def test_the_decay_of_warmup_stable_decay_is_translated(decay):
+    kwargs = f"num_decay_steps: 30{decay and f', decay_type: {decay}'}"
+    text = f"lr_scheduler_kwargs: {{{kwargs}}}\nlr_scheduler_type: warmup_stable_decay\nlearning_rate: 1.0e-2\n"
+    settings, said = read(f"{text}num_train_epochs: 1\n")
+    assert (settings["optim.schedule"], settings["optim.decay_steps"]) == ("wsd", 30)
+    assert "Set optim.decay_steps" not in said
+    assert ("a decay along a cosine" in said) == (decay != "linear")
+
+
+@pytest.mark.parametrize("name", ["min_lr: 1.0e-3", "min_lr_rate: 0.1", "min_lr_ratio: 0.1"])
+def test_a_lowest_rate_above_the_default_rate_is_translated(name):
+    Path("other.yml").write_text(
+        f"lr_scheduler_kwargs: {{{name}}}\nlr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1.0e-2\n"
+        "use_peft: true\nnum_train_epochs: 1\n",
+        encoding="utf-8",
+    )
+    Path("mine.yaml").write_text(translated("other.yml"), encoding="utf-8")
+    assert accepted("mine.yaml").optim.min_learning_rate == pytest.approx(1e-3)
+
+
+def test_a_lowest_rate_of_an_unknown_rate_is_left_to_the_user():
+    settings, said = read(f"{DEEPSPEED}scheduler: {{type: WarmupCosineLR, params: {{cos_min_ratio: 0.1}}}}")
+    assert "optim.min_learning_rate" not in settings
+    assert "Set optim.min_learning_rate to 0.1 times optim.learning_rate." in said
