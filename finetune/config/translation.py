@@ -567,11 +567,11 @@ def _convert_rows(name: str, value: Any, source: Translation) -> Answer | None:
             note = f"{NOTHING}: a pair is dropped if one of its two sides is longer than data.max_length."
             return {"data.on_long_row": "drop"}, note
         case "datasets":
-            return _data_sets(value if isinstance(value, list) else [value])
+            return _data_sets(value if isinstance(value, list) else [value], source.tool)
     return None
 
 
-def _data_sets(entries: list[Any]) -> Answer:
+def _data_sets(entries: list[Any], tool: str) -> Answer:
     """Translate the `datasets` of axolotl or TRL: one as keys of the data section, several as data.mixture."""
     columns = "instruction input output system tools prompt completion label chosen rejected"
     ours = {f"field_{name}": name for name in columns.split()} | {"field": "text"}
@@ -584,7 +584,7 @@ def _data_sets(entries: list[Any]) -> Answer:
         given |= given["type"] if isinstance(given.get("type"), Mapping) else {}
         is_sharegpt = (given.get("message_property_mappings") or {}).get("role") == "from"
         ours["field_messages"] = "conversations" if is_sharegpt else "messages"
-        source, left = _rows_of(given)
+        source, left = _rows_of(given, tool)
         left_out += left
         source["columns"] = {ours[name]: given[name] for name in ours if given.get(name) not in (None, ours[name])}
         sources.append({key: part for key, part in source.items() if part})
@@ -607,12 +607,14 @@ def _data_sets(entries: list[Any]) -> Answer:
     return {f"data.{key}": part for key, part in sources[0].items()} | renamed | shared, note
 
 
-def _rows_of(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _rows_of(entry: Mapping[str, Any], tool: str) -> tuple[dict[str, Any], list[str]]:
     """Return where the rows of one of `datasets` are, as keys of the data section, and the settings that are lost."""
     left_out = []
     path, split, files = entry.get("path"), entry.get("split"), entry.get("data_files")
     if files and path in _READERS and not isinstance(files, Mapping):
         path = files
+    elif files and path_exists(str(path)) and not isinstance(files, Mapping):  # for axolotl, from the current folder
+        path = files if tool == AXOLOTL else [f"{path}/{file}" for file in as_list(files)]
     elif files:
         left_out.append(f"data_files: {inline_yaml(files)}")
     if _are_files(path):
@@ -630,12 +632,12 @@ def _are_files(path: Any) -> bool:
 
 def _test_sets(entries: list[Any], source: Translation) -> Answer:
     """Translate the `test_datasets` of axolotl: files, or a split of the rows that are trained on."""
-    parts = [_rows_of(entry if isinstance(entry, Mapping) else {"path": entry}) for entry in entries]
+    parts = [_rows_of(entry if isinstance(entry, Mapping) else {"path": entry}, source.tool) for entry in entries]
     if all(_are_files(keys.get("path")) and not left_out for keys, left_out in parts):
         return {"data.validation": [file for keys, _ in parts for file in as_list(keys["path"])]}, ""
     trained = source.first("datasets")
     if len(parts) == 1 and isinstance(trained, list) and len(trained) == 1 and isinstance(trained[0], Mapping):
-        [(keys, left_out)], (rows, _) = parts, _rows_of(trained[0])
+        [(keys, left_out)], (rows, _) = parts, _rows_of(trained[0], source.tool)
         split = keys.pop("train", None)
         if split and not left_out and keys == {key: part for key, part in rows.items() if key != "train"}:
             return {"data.validation": split}, ""

@@ -627,7 +627,8 @@ def read(text: str) -> tuple[dict[str, object], str]:
 @pytest.mark.parametrize(
     ("entry", "path", "train", "left_out"),
     [
-        ("{path: ./d, data_files: [good.jsonl]}", "./d", None, "data_files: [good.jsonl]"),
+        ("{path: ./d, data_files: [good.jsonl]}", ["good.jsonl"], None, ""),
+        ("{path: ./gone, data_files: [good.jsonl]}", "./gone", None, "data_files: [good.jsonl]"),
         ("{path: org/a, data_files: {train: b.jsonl}}", "org/a", None, "data_files: {train: b.jsonl}"),
         ("{path: text, data_files: [corpus.txt], type: completion}", ["corpus.txt"], None, ""),
         ("{path: json, data_files: a.jsonl, split: train}", "a.jsonl", None, ""),
@@ -636,9 +637,16 @@ def read(text: str) -> tuple[dict[str, object], str]:
     ],
 )
 def test_the_files_and_the_split_of_datasets_are_translated_or_said(entry, path, train, left_out):
+    Path("d").mkdir()
     settings, said = read(f"{AXOLOTL}datasets: [{entry}]")
     assert (settings["data.path"], settings.get("data.train")) == (path, train)
     assert re.findall(r"left out of datasets: (.*)\.", said) == ([left_out] if left_out else [])
+
+
+def test_trl_reads_data_files_from_the_folder_of_the_data_set():
+    Path("d").mkdir()
+    settings, _ = read("learning_rate: 1.0e-4\nuse_peft: true\ndatasets: [{path: ./d, data_files: good.jsonl}]")
+    assert settings["data.path"] == ["./d/good.jsonl"]
 
 
 @pytest.mark.parametrize(
