@@ -582,10 +582,12 @@ def _data_sets(entries: list[Any], tool: str) -> Answer:
     for entry in entries:
         given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
         given |= given["type"] if isinstance(given.get("type"), Mapping) else {}
-        is_sharegpt = (given.get("message_property_mappings") or {}).get("role") == "from"
-        ours["field_messages"] = "conversations" if is_sharegpt else "messages"
+        mappings = given.get("message_property_mappings") or {}
+        ours["field_messages"] = "conversations" if mappings.get("role") == "from" else "messages"
         source, left = _rows_of(given, tool)
         left_out += left
+        if not {theirs for own, theirs in mappings.items() if own != theirs} <= {"from", "value"}:
+            left_out.append(f"message_property_mappings: {inline_yaml(mappings)}")
         source["columns"] = {ours[name]: given[name] for name in ours if given.get(name) not in (None, ours[name])}
         sources.append({key: part for key, part in source.items() if part})
         row_type = given["type"].partition(".")[0] if isinstance(given.get("type"), str) else ""

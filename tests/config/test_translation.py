@@ -634,6 +634,13 @@ def read(text: str) -> tuple[dict[str, object], str]:
         ("{path: json, data_files: a.jsonl, split: train}", "a.jsonl", None, ""),
         ("{path: a.jsonl.gz, split: 'train[:10%]'}", "a.jsonl.gz", None, "split: train[:10%]"),
         ("{path: org/a, split: 'train[:10%]'}", "org/a", "train[:10%]", ""),
+        ("{path: a.jsonl, message_property_mappings: {role: from, tools: tools}}", "a.jsonl", None, ""),
+        (
+            "{path: a.jsonl, message_property_mappings: {role: who}}",
+            "a.jsonl",
+            None,
+            "message_property_mappings: {role: who}",
+        ),
     ],
 )
 def test_the_files_and_the_split_of_datasets_are_translated_or_said(entry, path, train, left_out):
