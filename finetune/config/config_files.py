@@ -34,7 +34,7 @@ _TASKS_ELSEWHERE = {"sft": "finetune_lora", "dpo": "finetune_preferences", "pt":
 LOCAL = "file://"
 """What a path may begin with."""
 _SUFFIXES = (".yaml", ".yml")
-_SUFFIXES_OF_ROWS = re.compile(r"(\.(jsonl?|ndjson|csv|tsv|parquet|gz|zst|bz2|xz))+$")
+SUFFIXES_OF_ROWS = re.compile(r"(\.(jsonl?|ndjson|csv|tsv|parquet|gz|zst|bz2|xz))+$")
 
 
 def shipped_folder(name: Literal["configs", "recipes", "docs"]) -> Path:
@@ -132,7 +132,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
 
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
-    stems = {_SUFFIXES_OF_ROWS.sub("", candidate): candidate for candidate in [*here, *files]}  # else all are alike
+    stems = {SUFFIXES_OF_ROWS.sub("", candidate): candidate for candidate in [*here, *files]}  # else all are alike
     hint = PATH_INSTEAD.get(group, "")
     if group == RUN_FILES and path_exists(name):
         hint = f"For rows write data={name}, for a model model={name}."
@@ -142,7 +142,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
     if group in (*PATH_INSTEAD, RUN_FILES) and not path_exists(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
-    near = "" if hint.startswith("Did") else closest(_SUFFIXES_OF_ROWS.sub("", name), stems)
+    near = "" if hint.startswith("Did") else closest(SUFFIXES_OF_ROWS.sub("", name), stems)
     close = f"Did you mean {stems[near]}?" if near else ""
     problems.append(" ".join(filter(None, (f"{message}.", there, close, hint))))
     return None

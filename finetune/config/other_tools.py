@@ -49,11 +49,12 @@ KEYS = {
     "lora.new_tokens": "trainable_token_indices add_tokens add_special_tokens tokens",
     "lora.modules_to_save": "modules_to_save lora_modules_to_save additional_target",
     "optim.optimizer": "optim optimizer optimizer.type use_muon=torch.optim.Muon",
-    "optim.learning_rate": "learning_rate lr optimizer.params.lr",
+    "optim.learning_rate": "learning_rate lr optimizer.params.lr scheduler.params.warmup_max_lr",
     "optim.weight_decay": "weight_decay optimizer.params.weight_decay",
     "optim.args": "optim_args adam_beta1 adam_beta2 adam_epsilon optimizer.params.betas optimizer.params.eps",
     "optim.schedule": "lr_scheduler_type lr_scheduler scheduler.type",
-    "optim.min_learning_rate": "cosine_min_lr_ratio lr_scheduler_kwargs.min_lr lr_scheduler_kwargs.min_lr_rate",
+    "optim.min_learning_rate": "cosine_min_lr_ratio lr_scheduler_kwargs.min_lr lr_scheduler_kwargs.min_lr_rate "
+    "lr_scheduler_kwargs.min_lr_ratio scheduler.params.cos_min_ratio",
     "optim.decay_steps": "lr_scheduler_kwargs.num_decay_steps",
     "optim.warmup_steps": "warmup_steps warmup_ratio scheduler.params.warmup_num_steps",
     "optim.lora_plus_ratio": "loraplus_lr_ratio",
@@ -148,6 +149,8 @@ Set data.max_length, which counts a prompt and its answer together.
     max_prompt_length
 Set optim.min_learning_rate or optim.decay_steps.
     lr_scheduler_kwargs
+Set training.max_steps: the rate falls until the last step of the run.
+    scheduler.params.total_num_steps
 Set optim.args for the optimizer of optim.optimizer.
     optimizer.params optim_target_modules
 Set validation.validate_every, in optimizer steps.
@@ -189,6 +192,10 @@ Nothing to set: publish a finished run with `finetune push`. For private reposit
     hf_hub_token
 Nothing to set: the rate rises from 0 to optim.learning_rate, and falls until the last step.
     scheduler.params
+Nothing to set: with optim.schedule=wsd, the rate falls linearly.
+    lr_scheduler_kwargs.decay_type
+Nothing to set: DeepSpeed's Adam is AdamW unless adam_w_mode is false.
+    optimizer.params.adam_w_mode
 Nothing to set: rows are shuffled by seed, never padded, cut at data.max_length, and cached in data.cache_dir.
     data_seed train_sampling_strategy length_column_name shuffle_dataset shuffle_merged_datasets padding_free
     packing_strategy eval_packing pad_to_multiple_of special_tokens.pad_token group_by_length eval_sample_packing
@@ -217,6 +224,8 @@ Nothing to set: the model and training.precision say this. lora.quantize=nf4 is 
     fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.min_loss_scale fp16.auto_cast
     bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage quantization_method quantization_type
     double_quantization
+No counterpart: a warm-up that begins above 0. The rate rises from 0 in optim.warmup_steps.
+    scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio
 No counterpart: a base in 8 bits. Choose lora.quantize=nf4 (4 bits), or none.
     load_in_8bit
 No counterpart: weights and optimizer stay on the devices. Use more devices, LoRA, or lora.quantize=nf4.

@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finetune.config.config_files import path_exists, shown_path
+from finetune.config.config_files import SUFFIXES_OF_ROWS, path_exists, shown_path
 from finetune.config.key_advice import did_you_mean, expected
 from finetune.config.keys import fields, section_class, takes
 from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml
-from finetune.config.schema import Config
+from finetune.config.schema import Config, as_list
 from finetune.config.yaml_reader import Setting, read_settings
 from finetune.errors import ConfigError
 from finetune.terminal import without_passwords
@@ -51,13 +51,22 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     },
 }
 """What a tool does if its file does not say, where finetune would do something else."""
-_EARLIER_NAMES = {"eval_strategy": "evaluation_strategy"}
-"""Names with a default that the tool read under another name before. A file with that name leaves nothing open."""
+_OTHER_NAMES = {"eval_strategy": "evaluation_strategy", "warmup_ratio": "warmup_steps"}
+"""Other names for what has a default. In a file that gives one a value, the default does not count."""
+_MOST_WARMUP = 100
+"""The most warm-up steps of axolotl by default."""
 
 _SAY_OBJECTIVE = ("rl", "stage", "num_generations", "loss_type")
 """Names that tell the objective. They are translated first, in this order."""
 _PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>")
 """Values in TRL that stand for the tokenizer's own tokens."""
+_RATES = ("learning_rate", "optimizer.params.lr", "scheduler.params.warmup_max_lr")
+"""Names of the learning rate."""
+_NEEDED: dict[str, dict[str, object]] = {
+    "optim.decay_steps": {"schedule": "wsd"},
+    "optim.min_learning_rate": {"learning_rate": 1.0},
+}
+"""Values of other keys, without which a section refuses every value of a key, or those above a default."""
 _PACKING = ("packing", "sample_packing", "neat_packing")
 _TYPING_ERROR = 0.8
 """How alike two names are, from 0 to 1, if one of them is taken for a misspelling of the other."""
@@ -72,6 +81,8 @@ _ALPACA_INPUT = (
     "Set data.chat_template, if your rows have an input. axolotl writes it below ### Input:, and the template alpaca "
     "below the instruction."
 )
+_READERS = ("arrow", "csv", "json", "parquet", "text")
+"""Readers of `datasets`. Where a file names one of them as its rows, `data_files` has the rows."""
 _TYPES = ("chat_template", "completion", "input_output", "sharegpt", "pretrain")
 """The types of axolotl's data sets that have no prompt format of their own."""
 _SECRET = re.compile("(hub_token|api_key|secret|password|auth_token|webhook_url)$")
@@ -236,7 +247,12 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
             f"{shown_path(path)}: most of its settings ({', '.join(unknown[:3])}, …) belong to none of the tools that "
             "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
         )
-    defaults = {name: value for name, value in _DEFAULTS[tool].items() if not {name, _EARLIER_NAMES.get(name)} & given}
+    has_value = {setting.key[0] for setting in settings if setting.value is not None}
+    defaults = {
+        name: value
+        for name, value in _DEFAULTS[tool].items()
+        if name not in given and _OTHER_NAMES.get(name) not in has_value
+    }
     values = defaults | {setting.dotted: setting.value for setting in settings}
     if tool == LLAMA_FACTORY and values.get("stage") == "pt" and values.get("packing") is None:  # its default
         values["packing"] = True
@@ -313,7 +329,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
 
 def _answer(name: str, key: str, value: Any, source: Translation) -> Answer:
     """Convert the value of a name that is one of our keys."""
-    for convert in (_convert_training, _convert_cadence, _convert_rows):
+    for convert in (_convert_training, _convert_optimizer, _convert_cadence, _convert_rows):
         answer = convert(name, value, source)
         if answer is not None:
             return answer
@@ -366,6 +382,7 @@ def _accepts(key: tuple[str, ...], value: Any) -> bool:
     nested = value
     for part in reversed(key[-1:] if len(key) == 1 else key[1:]):
         nested = {part: nested}
+    nested |= _NEEDED.get(".".join(key), {})
     try:
         (section_class(key[0]) or Config)(**nested)
     except ValidationError:
@@ -384,7 +401,7 @@ _LISTS = ("lora.target_modules", "lora.modules_to_save", "lora.new_tokens", "tra
 
 
 def _convert_training(name: str, value: Any, source: Translation) -> Answer | None:
-    """Convert names about batches, learning rates and weights, except those whose value `VALUES` converts."""
+    """Convert names about batches, losses and weights, except those whose value `VALUES` converts."""
     match name:
         case "gradient_accumulation_steps":
             batch = source.first("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
@@ -394,19 +411,6 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
                 return {}, OUR_NAME[name]
             note = "training.global_batch_size counts the examples of all processes, and is set for one."
             return {"training.global_batch_size": value * batch}, f"{note} For N processes, set N times as many."
-        case "warmup_steps" | "warmup_ratio":
-            return _warmup(value, source, is_ratio=name == "warmup_ratio")
-        case "learning_rate" if value is None:
-            defaults = "TrainingArguments has 5e-5, SFTConfig 2e-5, DPOConfig 1e-6; finetune has 2e-4, for LoRA"
-            return {}, f"Set optim.learning_rate. The file leaves it to its trainer: {defaults}."
-        case "cosine_min_lr_ratio" | "lr_scheduler_kwargs.min_lr_rate":
-            return {"optim.min_learning_rate": value * float(source.first("learning_rate") or 0)}, ""
-        case "adam_beta1" | "adam_beta2":
-            return {"optim.args.betas": [source.first("adam_beta1") or 0.9, source.first("adam_beta2") or 0.999]}, ""
-        case "optimizer.params.betas" | "optimizer.params.eps" | "adam_epsilon":
-            return {f"optim.args.{'betas' if name.endswith('betas') else 'eps'}": value}, ""
-        case "max_grad_norm" | "gradient_clipping":
-            return {"optim.max_grad_norm": value or None}, ""
         case "max_steps" if value in (-1, 0):
             return {}, OFF
         case "use_peft" if source.is_full is None:
@@ -460,14 +464,56 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
     return None
 
 
+def _convert_optimizer(name: str, value: Any, source: Translation) -> Answer | None:
+    """Convert names about the optimizer, its learning rate and its schedule."""
+    match name:
+        case "warmup_steps" | "warmup_ratio":
+            return _warmup(value, source, is_ratio=name == "warmup_ratio")
+        case "learning_rate" if value is None:
+            defaults = "TrainingArguments has 5e-5, SFTConfig 2e-5, DPOConfig 1e-6; finetune has 2e-4, for LoRA"
+            return {}, f"Set optim.learning_rate. The file leaves it to its trainer: {defaults}."
+        case "optimizer.params.lr" if source.first("scheduler.params.warmup_max_lr") not in (None, value):
+            return {}, f"{NOTHING}: the scheduler of DeepSpeed sets the rate to its warmup_max_lr."
+        case "scheduler.type" if source.first("scheduler.params.warmup_type") != "linear":
+            ours = _choices("optim.schedule").get(str(value).lower())
+            note = f"{MISSING}: a logarithmic warm-up, DeepSpeed's default. Here the rate rises linearly."
+            return ({"optim.schedule": ours}, note) if ours else None
+        case "lr_scheduler_type" | "lr_scheduler" if value == "warmup_stable_decay":
+            is_linear = source.first("lr_scheduler_kwargs.decay_type") == "linear"
+            note = "" if is_linear else f"{MISSING}: a decay along a cosine. With optim.schedule=wsd, it is linear."
+            return {"optim.schedule": "wsd"}, note
+        case "optimizer.type" if str(value).lower() == "adam":
+            is_decoupled = source.first("optimizer.params.adam_w_mode") is not False
+            return {"optim.optimizer": "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"}, ""
+        case "cosine_min_lr_ratio" | "scheduler.params.cos_min_ratio" if value and not source.first(*_RATES):
+            return {}, f"Set optim.min_learning_rate to {value:g} times optim.learning_rate."
+        case "cosine_min_lr_ratio" | "scheduler.params.cos_min_ratio":
+            return {"optim.min_learning_rate": value * float(source.first(*_RATES) or 0)}, ""
+        case "lr_scheduler_kwargs.min_lr_rate" | "lr_scheduler_kwargs.min_lr_ratio":
+            return _convert_optimizer("cosine_min_lr_ratio", value, source)
+        case "adam_beta1" | "adam_beta2":
+            return {"optim.args.betas": [source.first("adam_beta1") or 0.9, source.first("adam_beta2") or 0.999]}, ""
+        case "optimizer.params.betas" | "optimizer.params.eps" | "adam_epsilon":
+            return {f"optim.args.{'betas' if name.endswith('betas') else 'eps'}": value}, ""
+        case "max_grad_norm" | "gradient_clipping":
+            return {"optim.max_grad_norm": value or None}, ""
+    return None
+
+
 def _warmup(value: Any, source: Translation, *, is_ratio: bool) -> Answer:
-    if not value or (is_ratio and source.first("warmup_steps")):
+    steps, is_axolotl = source.first("warmup_steps"), source.tool == AXOLOTL
+    if not value or (is_ratio and (steps or (is_axolotl and steps is not None))):
         return {}, OFF
     if source.first("lr_scheduler_type", "lr_scheduler") == "constant":
         return {}, f"{NOTHING}: the schedule `constant` has no warm-up there."
     total = source.first("max_steps")
     if isinstance(total, int) and total > 0 and (is_ratio or value < 1):
-        return {"optim.warmup_steps": math.ceil(value * total)}, ""
+        steps = int(value * total) if is_axolotl and is_ratio else math.ceil(value * total)
+        return {"optim.warmup_steps": min(steps, _MOST_WARMUP) if "warmup_ratio" in source.defaults else steps}, ""
+    if is_ratio and "warmup_ratio" in source.defaults:
+        until = f"{NOTHING} in runs of up to {int(_MOST_WARMUP / value):,} steps"
+        note = f"{until}: axolotl's warm-up has at most {_MOST_WARMUP}."
+        return {"optim.warmup_steps": value}, f"{note} For a longer run, set optim.warmup_steps={_MOST_WARMUP}."
     if not is_ratio or _accepts(("optim", "warmup_steps"), value):
         return {"optim.warmup_steps": value}, ""
     return {}, f"Set optim.warmup_steps, in optimizer steps. {100 * value:g} % of all steps are warm-up there."
@@ -499,7 +545,7 @@ def _convert_cadence(name: str, value: Any, source: Translation) -> Answer | Non
         case "val_set_size" | "val_size" if source.first("eval_dataset", "test_datasets"):
             return {}, OFF
         case "val_set_size" | "val_size":
-            return {"data.validation": None if not value else f"{100 * value:g}%" if value < 1 else f"{value:g}"}, ""
+            return {"data.validation": None if not value else f"{100 * value:g}%" if value < 1 else f"{int(value)}"}, ""
     return None
 
 
@@ -515,17 +561,17 @@ def _convert_rows(name: str, value: Any, source: Translation) -> Answer | None:
         case "dataset" | "eval_dataset":
             key = OUR_NAME[name]
             return {}, f"Set {key} to the files of these rows: dataset_info.json says which they are."
-        case "test_datasets" if all(isinstance(entry, Mapping) and entry.get("path") for entry in value):
-            return {"data.validation": [entry["path"] for entry in value]}, ""
+        case "test_datasets":
+            return _test_sets(value if isinstance(value, list) else [value], source)
         case "excess_length_strategy" if value == "drop" and source.facts.compares_pairs:
             note = f"{NOTHING}: a pair is dropped if one of its two sides is longer than data.max_length."
             return {"data.on_long_row": "drop"}, note
         case "datasets":
-            return _data_sets(value if isinstance(value, list) else [value])
+            return _data_sets(value if isinstance(value, list) else [value], source.tool)
     return None
 
 
-def _data_sets(entries: list[Any]) -> Answer:
+def _data_sets(entries: list[Any], tool: str) -> Answer:
     """Translate the `datasets` of axolotl or TRL: one as keys of the data section, several as data.mixture."""
     columns = "instruction input output system tools prompt completion label chosen rejected"
     ours = {f"field_{name}": name for name in columns.split()} | {"field": "text"}
@@ -536,11 +582,12 @@ def _data_sets(entries: list[Any]) -> Answer:
     for entry in entries:
         given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
         given |= given["type"] if isinstance(given.get("type"), Mapping) else {}
-        is_sharegpt = (given.get("message_property_mappings") or {}).get("role") == "from"
-        ours["field_messages"] = "conversations" if is_sharegpt else "messages"
-        is_reader = given.get("path") in ("json", "csv", "parquet")
-        source = {"path": given.get("data_files" if is_reader else "path"), "train": given.get("split")}
-        source |= {"name": given.get("name"), "revision": given.get("revision")}
+        mappings = given.get("message_property_mappings") or {}
+        ours["field_messages"] = "conversations" if mappings.get("role") == "from" else "messages"
+        source, left = _rows_of(given, tool)
+        left_out += left
+        if not {theirs for own, theirs in mappings.items() if own != theirs} <= {"from", "value"}:
+            left_out.append(f"message_property_mappings: {inline_yaml(mappings)}")
         source["columns"] = {ours[name]: given[name] for name in ours if given.get(name) not in (None, ours[name])}
         sources.append({key: part for key, part in source.items() if part})
         row_type = given["type"].partition(".")[0] if isinstance(given.get("type"), str) else ""
@@ -560,3 +607,40 @@ def _data_sets(entries: list[Any]) -> Answer:
         return {"data.mixture": sources, **shared}, note
     renamed = {f"data.columns.{name}": theirs for name, theirs in sources[0].pop("columns", {}).items()}
     return {f"data.{key}": part for key, part in sources[0].items()} | renamed | shared, note
+
+
+def _rows_of(entry: Mapping[str, Any], tool: str) -> tuple[dict[str, Any], list[str]]:
+    """Return where the rows of one of `datasets` are, as keys of the data section, and the settings that are lost."""
+    left_out = []
+    path, split, files = entry.get("path"), entry.get("split"), entry.get("data_files")
+    if files and path in _READERS and not isinstance(files, Mapping):
+        path = files
+    elif files and path_exists(str(path)) and not isinstance(files, Mapping):  # for axolotl, from the current folder
+        path = files if tool == AXOLOTL else [f"{path}/{file}" for file in as_list(files)]
+    elif files:
+        left_out.append(f"data_files: {inline_yaml(files)}")
+    if _are_files(path):
+        left_out += [f"split: {inline_yaml(split)}"] if split not in (None, "train") else []
+        split = None  # a file has no other split than train
+    source = {"path": path, "train": split, "name": entry.get("name"), "revision": entry.get("revision")}
+    return {key: part for key, part in source.items() if part}, left_out
+
+
+def _are_files(path: Any) -> bool:
+    return bool(path) and all(
+        SUFFIXES_OF_ROWS.search(str(name)) or path_exists(str(name), is_file=True) for name in as_list(path)
+    )
+
+
+def _test_sets(entries: list[Any], source: Translation) -> Answer:
+    """Translate the `test_datasets` of axolotl: files, or a split of the rows that are trained on."""
+    parts = [_rows_of(entry if isinstance(entry, Mapping) else {"path": entry}, source.tool) for entry in entries]
+    if all(_are_files(keys.get("path")) and not left_out for keys, left_out in parts):
+        return {"data.validation": [file for keys, _ in parts for file in as_list(keys["path"])]}, ""
+    trained = source.first("datasets")
+    if len(parts) == 1 and isinstance(trained, list) and len(trained) == 1 and isinstance(trained[0], Mapping):
+        [(keys, left_out)], (rows, _) = parts, _rows_of(trained[0], source.tool)
+        split = keys.pop("train", None)
+        if split and not left_out and keys == {key: part for key, part in rows.items() if key != "train"}:
+            return {"data.validation": split}, ""
+    return {}, "Set data.validation to files of rows, or to a split of the rows that are trained on."

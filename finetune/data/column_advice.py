@@ -173,11 +173,15 @@ def describe_unread_column(
     `label` names the rows, and `names` has the names of the columns that are read, by ours.
     """
     part = MEANINGS[meaning_of(name) or name].part
+    first = next(examples.source.rows(), row)  # it decides the format, and may lack the column
+    rows = [row, first] if _is_accounted_for(first, examples, {}) else [row]
     reads = []
     for column in (column for column in ROW_COLUMNS if MEANINGS[column].part == part):
         others = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
         settings = [{column: name}, {column: name, **others}]
-        reads += [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+        reads += [
+            column_overrides(each) for each in settings if all(_is_accounted_for(row, examples, each) for row in rows)
+        ]
     advice = f"Set {reads[0]} to read it, or " if reads else "Correct the rows, or set "
     return (
         f"{label}: by its name, the column {show_names([name])} is {part}, but rows of this format ({format}) do not "

@@ -13,8 +13,8 @@ from finetune.data.chat_template import ChatTemplate, asks_for_date, describe_ke
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
-from finetune.data.row_checks import check_rows, name_some, warn_of_date
-from finetune.data.row_file import RowFacts, RowWriter, encoding_key, load_or_encode
+from finetune.data.row_checks import check_rows, name_some
+from finetune.data.row_file import RowFacts, RowWriter, encoding_key, load_or_encode, path_of_rows
 from finetune.data.rows import ROW_TYPE_NAMES, Examples, RowProblems
 from finetune.data.templates import AnswerTokens, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.turns import Dialogue
@@ -89,7 +89,10 @@ def encode_sides(
     encoded = _in_all_sides([{source: encode(source) for source in side.wholes()} for side in sides])
     has_turns = any(rows.row_type != "text" for side in encoded for rows in side.values())
     if is_checked and has_turns and asks_for_date(tokenizer):
-        warn_of_date(tokens.template.name)
+        from finetune.data.template_date import warn_of_date
+
+        keys = [encoding_key(source, digest, section) for side in sides for source in side.wholes()]
+        warn_of_date(tokens.template.name, [path_of_rows(local_path(section.cache_dir), key) for key in keys])
     return _split(sides, encoded, tokens, section, is_checked=is_checked, knows_trained=knows_trained)
 
 

@@ -232,8 +232,12 @@ def _not_there(key: str, path: str) -> str:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether `data.path` names a data set at the hub, and not a file or a folder."""
-    return not _is_here(path) and suffix_of(path) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
+    """Whether `data.path` names a data set at the hub, and not a file, a folder or a reader of `datasets`."""
+    if _is_here(path) or suffix_of(path) in SUFFIXES or _HUB_ID.fullmatch(path) is None:
+        return False
+    from finetune.data.hub import is_reader
+
+    return not is_reader(path)
 
 
 def _load_mixture(section: DataSection, reads: Reads, why_off: dict[str, str]) -> ExampleSplits:
@@ -249,7 +253,7 @@ def _load_mixture(section: DataSection, reads: Reads, why_off: dict[str, str]) -
     for split in ("validation", "test"):
         files = getattr(section, split)
         if isinstance(files, list) or (files is not None and suffix_of(files) in SUFFIXES):
-            parts[split] = [_as_examples(_named_split(split, files, None, section), section, reads)]
+            parts[split] = [_as_examples(_rows_at(split, files, section), section, reads)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
         of_source = _load_source(section_of_source(section, source_keys), reads, why_off, without=named_for_all)
@@ -298,7 +302,7 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         at_path = _find_splits(section)
     except OSError as error:
         raise DataError(f"data.path is {section.path}, which cannot be read: {describe_os_error(error)}.") from error
-    if at_path is not None and at_path.form in (_ONE_FILE, _FILES) and section.train is not None:
+    if at_path is not None and at_path.form in (_ONE_FILE, _FILES) and section.train not in (None, "train"):
         raise ConfigError(
             f"data.path is {name_files(section.path)} and data.train is {name_files(section.train)}: both name the "
             "training data. Remove one of the two."
@@ -351,12 +355,10 @@ def _why_off(split: str, at_path: _Splits | None, setting: str | list[str] | Non
 def _find_source(
     split: str, setting: str | list[str] | None, at_path: _Splits | None, section: DataSection
 ) -> RowSource | None:
+    if setting is None:
+        return _default_split(split, at_path)
     if setting == NO_ROWS and split != "train":
         return None
-    return _default_split(split, at_path) if setting is None else _named_split(split, setting, at_path, section)
-
-
-def _named_split(split: str, setting: str | list[str], at_path: _Splits | None, section: DataSection) -> RowSource:
     if isinstance(setting, str) and at_path is not None and at_path.has(setting):
         return at_path.open_split(setting)
     if isinstance(setting, list) or suffix_of(setting) in SUFFIXES or is_list_or_glob(setting) or _is_file(setting):
@@ -430,8 +432,7 @@ def _rows_at(key: str, files: str | list[str], section: DataSection) -> RowSourc
             sources.append(FileRows(path, name, separator=section.separator))
     if names == [files]:
         return sources[0]
-    splits = files_of_splits(names)
-    if key == "path" and splits.keys() != {"train"}:
+    if key == "path" and (splits := files_of_splits(names)).keys() != {"train"}:
         raise DataError(
             f"data.path is {name_files(files)}, which has {', '.join(splits)} files. Give their folder, or name the "
             "files of each split: data.train=[…] data.validation=[…]."
@@ -495,8 +496,7 @@ def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], R
     of_splits = files_of_splits(list(files.values()))
 
     def open_split(split: str) -> RowSource:
-        parts = [files[split]] if split in files else of_splits[split]
-        sources = [open_file(name) for name in parts]
+        sources = [open_file(name) for name in ([files[split]] if split in files else of_splits[split])]
         return sources[0] if len(sources) == 1 else JoinedRows(sources, label)
 
     has_no_splits = of_splits == {"train": list(files.values())}

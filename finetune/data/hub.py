@@ -60,6 +60,23 @@ class DatasetRows:
         return (RawRow(number, row) for number, row in enumerate(self.dataset.with_format(None), start=1))
 
 
+def is_reader(path: str) -> bool:
+    """Return whether `datasets` takes a name for one of its readers, such as json and text.
+
+    A reader without files reads those of the current folder.
+    """
+    if "/" in path:
+        return False
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    return path in _PACKAGED_DATASETS_MODULES
+
+
+def _location(path: str) -> str:
+    """Return a hub id, or a folder so that `datasets` does not take its name for a reader."""
+    return f"./{path}" if is_reader(path) else path
+
+
 def saved_splits(folder: Path, label: str) -> dict[str, DatasetRows]:
     """Return the splits in a folder that `datasets` saved, by name. A data set without splits is the split train.
 
@@ -92,7 +109,9 @@ def split_names(section: DataSection, path: str) -> list[str]:
         return list(dict.fromkeys(splits))
     name, revision = section.name, section.revision
     with quiet_datasets():
-        return _ask(section, path, lambda: list(datasets.get_dataset_split_names(path, name, revision=revision)))
+        return _ask(
+            section, path, lambda: list(datasets.get_dataset_split_names(_location(path), name, revision=revision))
+        )
 
 
 def local_files(section: DataSection, folder: str) -> list[Path]:
@@ -104,7 +123,9 @@ def local_files(section: DataSection, folder: str) -> list[Path]:
     import datasets
 
     with quiet_datasets():
-        files = _ask(section, folder, lambda: datasets.load_dataset_builder(folder, section.name).config.data_files)
+        files = _ask(
+            section, folder, lambda: datasets.load_dataset_builder(_location(folder), section.name).config.data_files
+        )
     return [Path(file) for of_split in (files or {}).values() for file in of_split]
 
 
@@ -122,7 +143,7 @@ def open_split(section: DataSection, path: str, split: str) -> FileRows | Datase
         return FileRows(_first_rows(section, path, split), _label(section, path, split), is_copy=True)
     name, revision = section.name, section.revision
     with quiet_datasets():
-        rows = _ask(section, path, lambda: datasets.load_dataset(path, name, revision=revision, split=split))
+        rows = _ask(section, path, lambda: datasets.load_dataset(_location(path), name, revision=revision, split=split))
     return DatasetRows(rows, _label(section, path, split))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -213,16 +212,6 @@ def learns_nothing_or_everything(counts: Mapping[str, Any]) -> str:
         return ""
     what = "more than 99 % of the tokens of every row carry" if counts["target_tokens"] else "no token carries"
     return f"{counts['file']}: {what} loss; the chat template marks other tokens than the answers"
-
-
-def warn_of_date(template: str) -> None:
-    """Warn that a chat template writes today's date into rows."""
-    _log.warning(
-        "the chat template of %s writes today's date into rows. On another day, the same rows have other tokens, and "
-        "the run refuses to resume. Set data.template_date=%s.",
-        template,
-        date.today(),
-    )
 
 
 def name_some(places: Iterable[str]) -> str:

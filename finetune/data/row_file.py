@@ -18,6 +18,7 @@ import mmap
 import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from finetune.data.rows import Examples
 
 
-_METADATA_KEY = "finetune"
+METADATA_KEY = "finetune"
 _log = logging.getLogger(__name__)
 ENCODING_VERSION = 14
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
@@ -171,9 +172,9 @@ def write_rows(path: Path, encode: Encode) -> None:
     """
     rows = encode_to_disk(path.parent, encode)
     tensors = _tensors_of(rows)
-    about = {"sha256": _digest(tensors, rows.facts), "facts": rows.facts._asdict()}
+    about = {"sha256": _digest(tensors, rows.facts), "facts": rows.facts._asdict(), "date": date.today().isoformat()}
     with replacing(path) as file:
-        file.writelines(TensorFile(tensors, (_METADATA_KEY, json.dumps(about))))
+        file.writelines(TensorFile(tensors, (METADATA_KEY, json.dumps(about))))
 
 
 def map_rows(path: Path) -> EncodedRows:
@@ -188,7 +189,7 @@ def map_rows(path: Path) -> EncodedRows:
     try:
         open_regular(path).close()  # the library opens the path itself
         with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()[_METADATA_KEY])
+            about = json.loads(file.metadata()[METADATA_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = RowFacts(**about["facts"])
         if _digest(tensors, facts) != about["sha256"]:
@@ -263,6 +264,11 @@ def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def path_of_rows(folder: Path, key: str) -> Path:
+    """Return the file of the cache for a key, see `encoding_key`."""
+    return folder / f"encoded-{key[:32]}.safetensors"
+
+
 def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks, rows_name: str) -> EncodedRows:
     """Map the rows of the cache, or encode them and write them there first.
 
@@ -272,7 +278,7 @@ def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks,
         DataError: whatever `encode` raises.
         ConfigError: the cache cannot be written and the run is strict.
     """
-    path = folder / f"encoded-{key[:32]}.safetensors"
+    path = path_of_rows(folder, key)
     rows = _read(path, rows_name)
     if rows is not None:
         return rows

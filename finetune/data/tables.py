@@ -56,9 +56,13 @@ def csv_rows(
             else:
                 yield dict(zip_longest(columns, row[: len(columns)])), None
     except (UnicodeDecodeError, csv.Error) as error:
-        where = f" (line {cells.line_num})" if isinstance(error, csv.Error) else ""
-        problem = f"{label} cannot be read as {suffix[1:]}{where}: {error}"
-        raise DataError(f"{problem}. Correct the file, and save it as UTF-8.") from None
+        line, problem = cells.line_num, str(error)
+        if isinstance(error, UnicodeDecodeError):  # in the bytes after the lines that were read, several lines at once
+            line += 1 + error.object.count(b"\n", 0, error.start)
+            problem = f"the byte 0x{error.object[error.start]:02x} is not UTF-8 text"
+        raise DataError(
+            f"{label} cannot be read as {suffix[1:]} (line {line}): {problem}. Correct the file, and save it as UTF-8."
+        ) from None
 
 
 def parquet_rows(path: Path, label: str) -> Iterator[dict[str, Any]]:

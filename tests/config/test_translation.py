@@ -615,3 +615,147 @@ def test_values_and_names_stay_in_their_comments():
     Path("odd.yaml").write_text('base_model: a\n"x\\nseed: 1": "y\\nseed: 2"\nlr_scheduler: "z\\u2028seed: 3"\n')
     Path("mine.yaml").write_text(translated("odd.yaml"), encoding="utf-8")
     assert compose([], run="mine.yaml", complete=False).seed == 0
+
+
+def read(text: str) -> tuple[dict[str, object], str]:
+    """Return our settings for a file, and the sentences about what they leave open."""
+    Path("one.yml").write_text(text, encoding="utf-8")
+    translation = translate_file(Path("one.yml"))
+    return {".".join(key): setting.value for key, setting in translation.settings.items()}, "\n".join(translation.notes)
+
+
+@pytest.mark.parametrize(
+    ("entry", "path", "train", "left_out"),
+    [
+        ("{path: ./d, data_files: [good.jsonl]}", ["good.jsonl"], None, ""),
+        ("{path: ./gone, data_files: [good.jsonl]}", "./gone", None, "data_files: [good.jsonl]"),
+        ("{path: org/a, data_files: {train: b.jsonl}}", "org/a", None, "data_files: {train: b.jsonl}"),
+        ("{path: text, data_files: [corpus.txt], type: completion}", ["corpus.txt"], None, ""),
+        ("{path: json, data_files: a.jsonl, split: train}", "a.jsonl", None, ""),
+        ("{path: a.jsonl.gz, split: 'train[:10%]'}", "a.jsonl.gz", None, "split: train[:10%]"),
+        ("{path: org/a, split: 'train[:10%]'}", "org/a", "train[:10%]", ""),
+        ("{path: a.jsonl, message_property_mappings: {role: from, tools: tools}}", "a.jsonl", None, ""),
+        (
+            "{path: a.jsonl, message_property_mappings: {role: who}}",
+            "a.jsonl",
+            None,
+            "message_property_mappings: {role: who}",
+        ),
+    ],
+)
+def test_the_files_and_the_split_of_datasets_are_translated_or_said(entry, path, train, left_out):
+    Path("d").mkdir()
+    settings, said = read(f"{AXOLOTL}datasets: [{entry}]")
+    assert (settings["data.path"], settings.get("data.train")) == (path, train)
+    assert re.findall(r"left out of datasets: (.*)\.", said) == ([left_out] if left_out else [])
+
+
+def test_trl_reads_data_files_from_the_folder_of_the_data_set():
+    Path("d").mkdir()
+    settings, _ = read("learning_rate: 1.0e-4\nuse_peft: true\ndatasets: [{path: ./d, data_files: good.jsonl}]")
+    assert settings["data.path"] == ["./d/good.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("tests", "validation"),
+    [
+        ("{path: dev.jsonl, split: train}", ["dev.jsonl"]),
+        ("{path: json, data_files: [a.jsonl, b.jsonl]}, {path: c.csv}", ["a.jsonl", "b.jsonl", "c.csv"]),
+        ("{path: org/set, split: test}", "test"),
+        ("{path: org/set, name: other, split: test}", None),
+        ("{path: org/other}", None),
+        ("{path: ./d, data_files: [good.jsonl]}", None),
+    ],
+)
+def test_the_test_sets_of_axolotl_are_files_or_a_split(tests, validation):
+    settings, said = read(f"{AXOLOTL}datasets: [{{path: org/set, split: train}}]\ntest_datasets: [{tests}]")
+    assert settings.get("data.validation") == validation
+    assert ("Set data.validation to files of rows" in said) == (validation is None)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "has_note"),
+    [
+        ("warmup_steps: 0", None, False),
+        ("warmup_steps: 0\nwarmup_ratio: 0.1", None, False),
+        ("warmup_steps: 7", 7, False),
+        ("warmup_steps:", 0.03, True),
+        ("warmup_ratio: 0.1", 0.1, False),
+        ("max_steps: 199", 5, False),
+        ("max_steps: 20000", 100, False),
+        ("max_steps: 20000\nwarmup_ratio: 0.03", 600, False),
+    ],
+)
+def test_the_warm_up_of_axolotl_is_translated(text, steps, has_note):
+    settings, said = read(f"{AXOLOTL}{text}\n")
+    assert settings.get("optim.warmup_steps") == steps
+    assert ("up to 3,333 steps: axolotl's warm-up has at most 100" in said) == has_note
+
+
+@pytest.mark.parametrize(("size", "validation"), [("1500000", "1500000"), ("1234567", "1234567"), ("0.05", "5%")])
+def test_a_large_validation_split_keeps_its_number_of_rows(size, validation):
+    assert read(f"{AXOLOTL}val_set_size: {size}")[0]["data.validation"] == validation
+
+
+DEEPSPEED = "train_batch_size: 8\nzero_optimization: {stage: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizer"),
+    [
+        ("lr: 1.0e-4, weight_decay: 0.1", "torch.optim.AdamW"),
+        ("adam_w_mode: true", "torch.optim.AdamW"),
+        ("adam_w_mode: false", "torch.optim.Adam"),
+    ],
+)
+def test_adam_of_deepspeed_decouples_the_weight_decay(params, optimizer):
+    settings, said = read(f"{DEEPSPEED}optimizer: {{type: Adam, params: {{{params}}}}}")
+    assert settings["optim.optimizer"] == optimizer
+    assert "Set optim.args" not in said
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate"), [("lr: auto", 3e-4), ("lr: 1.0e-4", 3e-4), ("lr: 3.0e-4", 3e-4), ("eps: 1.0e-6", 3e-4)]
+)
+def test_the_schedulers_of_deepspeed_set_the_rate(optimizer, rate):
+    schedule = "type: WarmupDecayLR, params: {warmup_max_lr: 3.0e-4, warmup_min_lr: 0, warmup_num_steps: 5"
+    optimizer = f"optimizer: {{type: AdamW, params: {{{optimizer}}}}}"
+    settings, said = read(f"{DEEPSPEED}{optimizer}\nscheduler: {{{schedule}}}}}")
+    assert (settings["optim.learning_rate"], settings["optim.schedule"]) == (rate, "linear")
+    assert "a logarithmic warm-up" in said
+    assert "begins above 0" not in said
+    _, said = read(
+        f"{DEEPSPEED}{optimizer}\nscheduler: {{{schedule}, warmup_type: linear, total_num_steps: 70}}}}".replace(
+            "warmup_min_lr: 0", "warmup_min_lr: 1.0e-5"
+        )
+    )
+    assert "a logarithmic warm-up" not in said
+    assert "begins above 0" in said
+    assert "Set training.max_steps: the rate falls until the last step of the run." in said
+
+
+@pytest.mark.parametrize("decay", ["", "cosine", "linear"])
+def test_the_decay_of_warmup_stable_decay_is_translated(decay):
+    kwargs = f"num_decay_steps: 30{decay and f', decay_type: {decay}'}"
+    text = f"lr_scheduler_kwargs: {{{kwargs}}}\nlr_scheduler_type: warmup_stable_decay\nlearning_rate: 1.0e-2\n"
+    settings, said = read(f"{text}num_train_epochs: 1\n")
+    assert (settings["optim.schedule"], settings["optim.decay_steps"]) == ("wsd", 30)
+    assert "Set optim.decay_steps" not in said
+    assert ("a decay along a cosine" in said) == (decay != "linear")
+
+
+@pytest.mark.parametrize("name", ["min_lr: 1.0e-3", "min_lr_rate: 0.1", "min_lr_ratio: 0.1"])
+def test_a_lowest_rate_above_the_default_rate_is_translated(name):
+    Path("other.yml").write_text(
+        f"lr_scheduler_kwargs: {{{name}}}\nlr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1.0e-2\n"
+        "use_peft: true\nnum_train_epochs: 1\n",
+        encoding="utf-8",
+    )
+    Path("mine.yaml").write_text(translated("other.yml"), encoding="utf-8")
+    assert accepted("mine.yaml").optim.min_learning_rate == pytest.approx(1e-3)
+
+
+def test_a_lowest_rate_of_an_unknown_rate_is_left_to_the_user():
+    settings, said = read(f"{DEEPSPEED}scheduler: {{type: WarmupCosineLR, params: {{cos_min_ratio: 0.1}}}}")
+    assert "optim.min_learning_rate" not in settings
+    assert "Set optim.min_learning_rate to 0.1 times optim.learning_rate." in said

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from itertools import accumulate
 
 import pytest
@@ -144,8 +145,13 @@ def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section, wri
 
 
 def test_rows_with_todays_date_are_warned_of_and_a_fixed_date_is_the_same_every_day(
-    make_section, write_jsonl, tmp_path, caplog
+    make_section, write_jsonl, tmp_path, caplog, monkeypatch
 ):
+    class Tomorrow(date):
+        @classmethod
+        def today(cls):
+            return cls.fromordinal(date.today().toordinal() + 1)
+
     template = tmp_path / "dated.jinja"
     asks = "{%- if strftime_now is defined %}{{ strftime_now('%d %B %Y') }}{% endif %}"
     template.write_text(asks + tiny_tokenizer().chat_template)
@@ -153,6 +159,13 @@ def test_rows_with_todays_date_are_warned_of_and_a_fixed_date_is_the_same_every_
     encode(make_section(path=path, **settings))
     (warning,) = [record.message for record in caplog.records if "date" in record.message]
     assert re.search(r"Set data.template_date=\d{4}-\d\d-\d\d\.$", warning)
+    caplog.clear()
+    monkeypatch.setattr("finetune.data.template_date.date", Tomorrow)
+    encode(make_section(path=path, **settings))
+    (warning,) = [record.message for record in caplog.records if "date" in record.message]
+    today, tomorrow = date.today().isoformat(), Tomorrow.today().isoformat()
+    assert f"with the date {today}. A run that resumes needs them" in warning
+    assert f"set data.template_date={tomorrow} for today's date, or {today} to keep" in warning
     caplog.clear()
     fixed = encode(make_section(path=path, **settings, template_date="2024-07-26")).train
     assert shown(fixed, 0)[0].startswith("26 July 2024<|user|>")

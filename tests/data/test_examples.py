@@ -99,6 +99,26 @@ def test_what_is_not_there_is_named(make_section, tmp_path, keys, message):
     assert message.format(here=tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["json", "text"])
+def test_a_reader_of_datasets_is_no_data_set(make_section, write_jsonl, tmp_path, monkeypatch, name):
+    write_jsonl([CHAT], "train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    section = make_section(path=name)
+    assert missing_here(section) == [f"data.path is {name}, but there is no such file or folder. Correct the path."]
+    with pytest.raises(DataError, match=f"data.path is {name}, but there is no such file or folder"):
+        load_examples(section)
+    Dataset.from_list([CHAT] * 3).to_parquet(tmp_path / name / "train-00000-of-00001.parquet")
+    assert len(load_examples(section).train) == 3
+
+
+def test_the_split_of_one_file_can_be_named(make_section, write_jsonl):
+    path = write_jsonl([CHAT])
+    assert len(load_examples(make_section(path=path, train="train")).train) == 1
+    assert len(load_examples(make_section(path=[path, path], train="train")).train) == 2
+    with pytest.raises(ConfigError, match="both name the training data"):
+        load_examples(make_section(path=path, train="dev"))
+
+
 def test_no_path_and_two_training_files_are_config_errors(make_section, write_jsonl):
     with pytest.raises(ConfigError, match=r"data\.path is not set"):
         load_examples(make_section())

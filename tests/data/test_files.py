@@ -24,6 +24,7 @@ def row(text: str) -> bytes:
 
 A, B, C = row("a"), row("b"), row("c")
 TABLE = b"prompt,completion\nq,a\nq,b\n"
+LATIN_1 = b"prompt,completion\n" + b"What is one?,It is one.\n" * 40_000 + b"caf\xe9,yes\nq,a\n"
 DECLARED = b"---\nconfigs:\n- config_name: default\n  data_files: a/*\n---\n"
 ONE_LIST = b'[\n{"prompt": "q", "completion": "a"},\n{"prompt": "q", "completion": "b"}\n]\n'
 
@@ -86,7 +87,8 @@ def test_files_that_are_read(make_section, put, name, content, keys):
         ("a.csv", b"prompt,completion,prompt\nq,a,b\n", "a.csv has the column prompt twice. Rename or remove one"),
         ("a.csv", b"prompt,completion\nq,a\nq,a,b\n", "a.csv row 2: 3 cells, but the header has 2 columns"),
         ("a.csv", b'prompt,completion\nq,"a\nq,b\n', "a.csv cannot be read as csv (line 3): unexpected end of data"),
-        ("a.csv", b"prompt,completion\nq,\xe4\n", "a.csv cannot be read as csv: 'utf-8' codec can't decode byte 0xe4"),
+        ("a.csv", b"prompt,completion\nq,\xe4\n", "a.csv cannot be read as csv (line 2): the byte 0xe4 is not UTF-8"),
+        pytest.param("a.csv", LATIN_1, "a.csv cannot be read as csv (line 40002): the byte 0xe9 is not", id="Latin-1"),
         ("a.jsonl", (A + B).decode().encode("utf-16"), "a.jsonl is text in UTF-16; expected UTF-8"),
         ("a.jsonl", packed(A), "a.jsonl holds data that is compressed as .gz. Rename it to a.jsonl.gz."),
         ("a.parquet.gz", packed(b"PAR1"), "a Parquet file is compressed inside"),

@@ -75,6 +75,9 @@ ROWS = {
     "text and summary": Rows([{"text": Q, "summary": A}]),
     # columns that are not read
     "two answers": Rows([{"prompt": Q, "completion": A, "answer": "At six."}]),
+    "two answers in a later row": Rows(
+        [{"prompt": Q, "completion": A}, {"prompt": "Is it far?", "completion": A, "response": "At six."}]
+    ),
     "response and output": Rows([{"prompt": Q, "response": A, "output": "At six."}]),
     "two prompts": Rows([{"prompt": Q, "question": "Is it far?", "completion": A}]),
     "another prompt beside turns": Rows([{"messages": [ASK, GOOD], "prompt": "Is it far?"}]),
@@ -191,6 +194,7 @@ PROPOSED = {
     "prompt and text": "data.columns.completion=text, or set data.format=text",
     "text and completion": "data.columns.prompt=text, or set data.format=text",
     "two answers": "Set data.columns.completion=answer to read it, or data.columns.completion=completion if",
+    "two answers in a later row": "Correct the rows, or set data.columns.completion=completion if",
     "two prompts": "Set data.columns.prompt=question to read it, or data.columns.prompt=prompt if",
     "history beside turns": "Correct the rows, or set data.columns.history=none if it is not meant to be read",
     "history of another name": "data.columns.history=chat_history to read it",

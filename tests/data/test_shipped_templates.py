@@ -9,6 +9,7 @@ from finetune.data.chat_template import ChatTemplate, use_chat_template
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.templates import AnswerTokens, encode_batch, end_of_turn_ids
 from finetune.data.turns import dialogue_of
+from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from tests.tiny import tiny_tokenizer
 
@@ -97,6 +98,16 @@ def test_a_shipped_format_is_the_published_one(name, with_system):
     for token in {token for token in SPECIAL[name][2] if token in by_hand}:
         assert tokenizer.convert_tokens_to_ids(token) in ids
     assert encoded.token_ids[-1 if is_target[-1] else -2] == end_of_turn_ids(tokenizer)[0]
+
+
+def test_alpaca_has_two_answers_in_a_row():
+    tokenizer, turns = tokenizer_of("alpaca"), [*TURNS[:2], TURNS[3]]
+    (row,) = encode_batch([parse_row({"messages": turns}, FORMATS["messages"], {})], AnswerTokens(tokenizer), "all")
+    assert not isinstance(row, BadRowError), row
+    text = tokenizer.decode(row.token_ids)
+    assert text.endswith("Hi\n\n### Response:\nyes</s>\n\n### Response:\nno</s>")
+    learnt = [token for token, is_target in zip(row.token_ids, row.is_target, strict=True) if is_target]
+    assert tokenizer.decode(learnt) == "yes</s>no</s>"
 
 
 def test_a_tokenizer_without_bos_gets_none():
