@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
+from finetune.config.schema import Config
 
 
 def effects_that_count(before: Config, now: Config, *, has_same_rows: bool) -> set[str]:

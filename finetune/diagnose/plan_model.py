@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from finetune.config.schema import Config
 from finetune.distributed.device import DTYPES, Precision, convert_weights
 from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.engine.quantized import widened_bytes
@@ -18,9 +19,6 @@ from finetune.model.quantized import quantize_without_data, refuse_fp8_without_e
 from finetune.model.targets import resolve_targets
 from finetune.training.forward import choose_forward, wants_padding
 from finetune.training.memory.forecast import WHOLE, Weights
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 
 class PlannedModel:

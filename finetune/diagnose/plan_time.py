@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.config.schema import Config, OptimSection
 from finetune.engine.decoder import bare_model
 from finetune.engine.fused import fused_or_not
 from finetune.engine.kv_cache import CachedDecoder
@@ -20,14 +21,13 @@ from finetune.engine.products import full_shape, unchanged_weights
 from finetune.inference.decoding import group_prompts, room_for_answer
 from finetune.inference.sampling import Draw, Sampling
 from finetune.model.base import evaluation_mode
+from finetune.training.forward import Computation
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, OptimSection
     from finetune.diagnose.plan_batches import AssumedAnswers
-    from finetune.training.forward import Computation
 
 _FLOPS = 2
 """A multiplication and an addition."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from finetune.config.schema import Config
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows
@@ -71,7 +72,6 @@ from finetune.training.setup import check_config
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
     from finetune.training.objective import AnySplits
 
 Forecast = TypeVar("Forecast", StepForecast, GenerationForecast)

@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.config.keys import on_resume, values
 from finetune.config.run_config import config_from_record
+from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, first_line
 from finetune.replay.causes import Cause, ComparedSide, cause_in_facts, cause_in_key, cause_in_steps, first_divergence
 from finetune.replay.steps import LOSS_BOUNDS, StepPlan, replay_config
@@ -21,9 +22,6 @@ from finetune.runs.metrics import as_json
 from finetune.runs.recorded_run import RecordedRun, open_run
 from finetune.runs.verification import whole_checkpoints
 from finetune.terminal import without_passwords
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 _NOT_IN_STEPS = ("parallel", "validation", "testing", "early_stopping", "checkpoint")
 """Sections that no training step reads."""

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from finetune.config.run_config import load_run_config
-from finetune.config.schema import ParallelSection
+from finetune.config.schema import Config, ParallelSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.batches import TrainLoader
 from finetune.distributed.launch import launch
@@ -38,11 +40,6 @@ from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from finetune.training.validation import LOSS
 from finetune.units import counted
-
-if TYPE_CHECKING:
-    import torch
-
-    from finetune.config.schema import Config
 
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """The largest `loss_difference` of equal losses: promise 1, and for 16 bits the spacing of the type's numbers at 1."""

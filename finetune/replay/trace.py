@@ -17,18 +17,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from finetune.config.schema import Config
 from finetune.errors import ConfigError, FinetuneError, last_line
 from finetune.replay.steps import StepPlan, open_replay, replay_config
 from finetune.runs.metrics import as_json
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.tensors import digest_tensor
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 FIELDS = ("num_targets", "num_tokens", "loss", "grad_norm", "learning_rate")
 """The compared values of a step, in the order in which they are computed."""

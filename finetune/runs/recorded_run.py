@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from finetune.config.compose import compose
 from finetune.config.config_files import SAVED_CONFIG
 from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
 from finetune.limits import read_regular
 from finetune.runs.durable import describe_os_error
@@ -25,9 +26,6 @@ from finetune.runs.record import Status, read_run_record
 from finetune.runs.saved_folders import SavedFolder, examine_folder
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
