@@ -8,12 +8,11 @@ from itertools import chain, count
 from pathlib import Path
 
 from finetune.config.keys import on_resume, values
-from finetune.config.resume_effects import effects_that_count, is_allowed
 from finetune.config.run_paths import recorded_paths
 from finetune.config.saved import is_same_path
 from finetune.config.schema import SCRIPT_PREFIX, Config
 from finetune.errors import CheckpointError
-from finetune.runs.comparison import differing
+from finetune.runs.comparison import differing, effects_that_count, is_allowed
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
