@@ -22,8 +22,7 @@ from finetune.logs import configure_logs, report_progress, waiting
 from finetune.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from finetune.runs.recorded_run import RecordedRun
-    from finetune.runs.saved_folders import SavedFolder
+    from finetune.runs.recorded_run import RecordedRun, SavedFolder
     from finetune.runs.state import TrainerState
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +18,12 @@ from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
 from finetune.limits import read_regular
-from finetune.runs.durable import describe_os_error
+from finetune.runs.durable import MANIFEST, describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Event, number_in, sign_of, step_of
 from finetune.runs.metrics_reader import Detail, EventsRead, read_events
 from finetune.runs.record import Status, read_run_record
-from finetune.runs.saved_folders import SavedFolder, examine_folder
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
 
@@ -37,6 +37,21 @@ LATEST = "latest"
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
 _SCORES = ("exact_match", "json_valid", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedFolder:
+    """One folder with a manifest: a checkpoint, or `adapter/` or `base/`, which have no step."""
+
+    name: str
+    step: int | None
+    validation_loss: float | None
+    """The validation loss after that step, in nats per target token; None if it was not measured or is not finite."""
+    num_bytes: int
+    saved: str
+    """The time when its manifest was written, in UTC, ISO 8601."""
+    problems: list[str]
+    """A line for each damaged file; empty if all bytes are as they were written."""
 
 
 class RecordedRun:
@@ -336,6 +351,27 @@ class RecordedRun:
         if problems := self._verify(path):
             raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}. Choose another (there: {present}).")
         return path
+
+
+def examine_folder(
+    path: Path, verify: Callable[[Path], list[str]], *, step: int | None = None, validation_loss: float | None = None
+) -> SavedFolder | None:
+    """Examine a folder; None if it does not exist, since a run in progress may have removed an old checkpoint."""
+    try:
+        files = [file.lstat() for file in path.iterdir() if file.is_file() and not file.is_symlink()]
+        problems = verify(path)
+        manifest = path / MANIFEST
+        written = (manifest if manifest.exists() else path).lstat().st_mtime
+    except FileNotFoundError:
+        return None
+    return SavedFolder(
+        name=path.name,
+        step=step,
+        validation_loss=validation_loss,
+        num_bytes=sum(file.st_size for file in files),
+        saved=datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
+        problems=problems,
+    )
 
 
 def open_run(path: Path, name: str | None = None, *, detail: Detail = "all") -> RecordedRun:
