@@ -19,7 +19,7 @@ from finetune.export import compressor
 from finetune.export.compressed_folder import SCHEMES, SchemeName, load_compressed, refuse_no_compressed_tensors
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.merge import merged_beside
-from finetune.export.model_card import Compressed, merged_card
+from finetune.export.model_card import Compressed, fill_card, hub_base
 from finetune.export.out_folder import new_folder, read_on, refuse_taken
 from finetune.export.quantizing import Quantizer, find_program
 from finetune.export.runtimes import load_transformers
@@ -91,7 +91,8 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
             difference=difference,
             vectors_sha256=write_vectors(writer, vectors),
         )
-        writer.write("README.md", [merged_card(run, stored, compressed).encode()])
+        card = fill_card(run, hub_base(run), system=stored.system, merged=stored, compressed=compressed)
+        writer.write("README.md", [card.encode()])
     return compressed
 
 

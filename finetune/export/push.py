@@ -21,7 +21,7 @@ import yaml
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
 from finetune.export.converters import refuse_no_model
-from finetune.export.model_card import HUB_ID, adapter_card, hub_base
+from finetune.export.model_card import HUB_ID, fill_card, hub_base
 from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run
 from finetune.runs.durable import MANIFEST, find_damage
@@ -170,7 +170,7 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
         config["revision"] = None  # it is a commit of another repository
     config["base_model_name_or_path"] = base
     files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    files[_CARD] = _with_certificate(adapter_card(run, base, usual_system(run.config)), run.weights).encode()
+    files[_CARD] = _with_certificate(fill_card(run, base, system=usual_system(run.config)), run.weights).encode()
     return Package(form="adapter", base=base, files=files)
 
 
