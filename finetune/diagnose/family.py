@@ -362,10 +362,6 @@ def _check_world(proof: FamilyProof) -> str:
     return _judge(what, of_losses <= CURVE and of_adapter <= ADAPTER)
 
 
-def _check_merge(proof: FamilyProof) -> str:
-    return proof.stage("merge")
-
-
 def _check_peft(proof: FamilyProof) -> str:
     """Compare the last validation loss of the run with the loss of its adapter in plain PEFT, in float64."""
     from peft import PeftModel
@@ -496,7 +492,7 @@ PROMISES: dict[str, tuple[Callable[[FamilyProof], str | None], tuple[str, ...]]]
     "training": (_check_training, ("loss and gradients",)),
     "kill and resume": (_check_resume, ("training",)),
     "two processes": (_check_world, ("training",)),
-    "merge": (_check_merge, ("kill and resume",)),
+    "merge": (lambda proof: proof.stage("merge"), ("kill and resume",)),
     "adapter in PEFT": (_check_peft, ("training",)),
 }
 """By name: the check, and the promises without which it says nothing."""
