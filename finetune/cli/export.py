@@ -113,9 +113,8 @@ def merge(
     from finetune.config.python_values import overrides_of
 
     folder = find_run_folder(Path(run))
-    options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system}
     target = _beside(folder, "merged") if out is None else Path(out)
-    options["into"] = into
+    options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system, "into": into}
     return _merge(folder, target, overrides_of(overrides), dtype, base=base, checkpoint=checkpoint, **options)[1]
 
 
