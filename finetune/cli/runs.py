@@ -94,7 +94,6 @@ def _stamp(file: Path) -> list[int]:
 def summary(run: RecordedRun) -> dict[str, Any]:
     """Summarize a run for the list. Unknown values are None; losses are in nats per target token."""
     config, best = run.config, run.best_validation
-    world_size = run.record.get("world_size")
     return {
         "name": run.name,
         "path": str(run.folder.path),
@@ -110,7 +109,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "finished": run.finished,
         "model": config.model.path or config.model.init if config else None,
         "data": (config.data.label or None) if config else None,
-        "world_size": world_size if type(world_size) is int else None,
+        "world_size": run.record.get("world_size"),
     }
 
 

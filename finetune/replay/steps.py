@@ -27,7 +27,7 @@ from finetune.runs.checkpoint_loading import load_checkpoint
 from finetune.runs.comparison import loss_difference
 from finetune.runs.model_files import load_model
 from finetune.runs.record import read_run_record
-from finetune.runs.recorded_run import RecordedRun, finite, text, whole
+from finetune.runs.recorded_run import RecordedRun, finite, whole
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
@@ -172,7 +172,7 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
     notes = []
     if len(chosen) < num_steps:
         notes.append(f"{counted(num_steps, 'step')} asked for, but only {len(chosen)} are recorded")
-    recorded_device = text(run.record.get("device"))
+    recorded_device = run.record.get("device")
     if recorded_device != device:
         other = recorded_device or "a device that run.json does not name"
         notes.append(f"the run computed on {other}, and kernels of {device} may differ by more than the bound")
@@ -227,7 +227,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
             f"{path} is not the folder of a run: it has no config.yaml. Name one, like runs/quickstart."
         )
     if changes := run.entries("resume_changes"):
-        keys = sorted({str(change.get("key")) for change in changes if isinstance(change, dict)})
+        keys = sorted({str(change.get("key")) for change in changes})
         raise CheckpointError(
             f"{path} cannot be replayed: it was resumed with other values of {', '.join(keys)}, so that no one "
             "configuration describes all of its steps."
@@ -243,7 +243,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     if (memory := MemoryChoice.from_record(run.part("memory"), config)) is not None:
         config = memory.resolve(config)
     chosen: dict[str, object] = {
-        "training.precision": text(run.record.get("precision")) or config.training.precision,
+        "training.precision": run.record.get("precision") or config.training.precision,
         "training.global_batch_size": _global_batch_size(run, config),
         "training.report_to": [],
         "training.profile": 0,
@@ -283,7 +283,7 @@ def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
 
 
 def _refuse_other_device(run: RecordedRun, config: Config, device_type: str) -> None:
-    recorded = text(run.record.get("device"))
+    recorded = run.record.get("device")
     if recorded is not None and recorded != device_type and config.masks_follow_microbatches:
         raise ConfigError(
             f"{run.folder.path} drops tokens by random masks, which {recorded} draws differently from {device_type}. "

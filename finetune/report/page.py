@@ -159,7 +159,7 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "verdict": _verdict(run),
         "rollouts": _rollouts(run),
         "checkpoints": _checkpoints(run),
-        "versions": {str(name): str(value) for name, value in run.part("versions").items()},
+        "versions": run.part("versions"),
         "facts": _facts(run),
     }
 
@@ -167,11 +167,11 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
 def _facts(run: RecordedRun) -> dict[str, str]:
     names = ("launcher", "processes_started", "backend", "git_commit", "finished")
     facts = {name.replace("_", " "): str(run.record[name]) for name in names if run.record.get(name) is not None}
-    starts = [str(start) for start in run.entries("starts")]
     batch = {name.replace("_", " "): str(value) for name, value in run.part("global_batch").items()}
     profile = {"profile": str(run.part("profile")["summary"])} if run.part("profile").get("summary") else {}
     prints = run.part("fingerprints")
-    digests = {f"digest of {name}": str(value)[:_DIGITS] for name, value in prints.items()}
+    digests = {f"digest of {name}": value[:_DIGITS] for name, value in prints.items()}
+    starts = run.entries("starts")
     return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **profile, **digests}
 
 

@@ -56,7 +56,7 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
         "git_commit": run.record.get("git_commit") or NOT_KNOWN,
         "fallbacks": [
             f"{fact['what']}: {fact['used']} instead of {fact['wanted']}, because {fact['why']}"
-            for fact in map(mapping, run.entries("fallbacks"))
+            for fact in run.entries("fallbacks")
             if {"what", "used", "wanted", "why"} <= fact.keys()
         ],
         "certificate": _certificate(weights),

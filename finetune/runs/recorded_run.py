@@ -200,7 +200,8 @@ class RecordedRun:
     @property
     def why(self) -> str | None:
         """The reason that the run failed, stopped or cannot be read, if it is known."""
-        return text(self.why_unreadable or self.note.get("why") or self.result.get("why") or self.result.get("error"))
+        why = self.why_unreadable or self.note.get("why") or self.result.get("why") or self.result.get("error")
+        return why if isinstance(why, str) else None
 
     @property
     def num_steps(self) -> int | None:
@@ -469,8 +470,3 @@ def mapping(value: object) -> dict[str, Any]:
 def whole(value: object) -> int | None:
     """Return the value if it is an integer, else None."""
     return value if type(value) is int else None
-
-
-def text(value: object) -> str | None:
-    """Return the value if it is text, else None."""
-    return value if isinstance(value, str) else None
