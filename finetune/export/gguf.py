@@ -122,14 +122,11 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
 
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder.
-        ConfigError: there is nothing to write.
         ModelError: llama.cpp or Ollama does not support the model, or would read chats as other tokens.
         RunFailedError: the disk has too little room, or failed.
     """
     model = model.expanduser().absolute()
     refuse_no_model(model)
-    if gguf is None and not with_modelfile:
-        raise ConfigError("there is nothing to export: give gguf or with_modelfile=True.")
     refuse_oversized_folder(model)
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     record = tokenizer.backend_tokenizer.to_str() if gguf is None and not (model / SENTENCEPIECE).is_file() else None
