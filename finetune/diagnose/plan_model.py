@@ -57,7 +57,7 @@ class PlannedModel:
             message = "the engine does not compute all of this model, so steps take longer: `forward` says why"
             fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
             self.findings.append(warning("Engine", message, fix))
-        if is_quantized(config):
+        if config.is_quantized:
             self.is_in_4_bits = is_computed
             if not is_computed:
                 message = "4 bits are predicted only where the engine computes every layer: this plan counts 16 bits"
@@ -92,8 +92,3 @@ class PlannedModel:
         if self.keeps_embedding_on_host:
             keep_embedding_on_host(model)
         return model.train()
-
-
-def is_quantized(config: Config) -> bool:
-    """Return whether the run trains an adapter on a base in 4 bits."""
-    return config.training.method == "lora" and config.lora.quantize != "none"

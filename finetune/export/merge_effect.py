@@ -65,11 +65,6 @@ class MergeEffect:
             yield text if model.verdict is None else f"{text}; {model.verdict}"
 
 
-def is_trained_in_4_bits(run: FinishedRun) -> bool:
-    """Return whether the run trained an adapter on a base in 4 bits."""
-    return not run.is_full and run.config.lora.quantize != "none"
-
-
 def measure_merge(
     run: FinishedRun, dtype: torch.dtype | None = None, *, load: Callable[[], Any] | None = None
 ) -> MergeEffect:
@@ -114,7 +109,7 @@ def load_on_dequantized_base(run: FinishedRun) -> Any:
     Raises:
         ConfigError: the run was not trained on a base in 4 bits, or bitsandbytes is not installed.
     """
-    if not is_trained_in_4_bits(run):
+    if not run.config.is_quantized:
         raise ConfigError(f"--into nf4-dequantized: {run.folder.path} was not trained on 4 bits. Leave the option out.")
     if find_spec("bitsandbytes") is None:
         raise ConfigError("--into nf4-dequantized needs bitsandbytes, which is not installed: pip install bitsandbytes")
