@@ -66,7 +66,7 @@ def recorded_trace(run: RecordedRun) -> Trace:
     return Trace(steps, run.record)
 
 
-def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path | None = None) -> Trace:
+def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path | None) -> Trace:
     """Compute steps in this process. Nothing in the run's folder is changed.
 
     An empty plan means at most `NUM_REPLAYED_STEPS` of the recorded steps. For the other arguments, see `open_replay`.
@@ -92,7 +92,7 @@ def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path |
     return Trace(steps, {**record, "versions": {**versions, **record["versions"]}}, plan, weights, trained)
 
 
-def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: Sequence[str] = ()) -> Trace:
+def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: Sequence[str]) -> Trace:
     """Compute steps by another Python, in a process of its own. The settings change the run's configuration.
 
     Raises:
