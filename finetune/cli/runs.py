@@ -20,6 +20,7 @@ from finetune.cli.run_options import STYLES, JsonOption, RunFolderArgument
 from finetune.findings import EXIT_PROBLEM
 from finetune.logs import configure_logs, report_progress, waiting
 from finetune.terminal import print_json, print_table, say
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.runs.recorded_run import RecordedRun, SavedFolder
@@ -173,8 +174,6 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
 
 
 def _checkpoint_row(saved: SavedFolder, run: RecordedRun, state: TrainerState | None) -> list[str | tuple[str, str]]:
-    from finetune.units import format_bytes
-
     loss = "" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
     notes = list(saved.problems or ["whole"])
     if saved.step is not None and state is not None and saved.step == state.best_step:

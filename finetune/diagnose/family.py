@@ -24,6 +24,7 @@ from torch.nn import functional
 from finetune import __version__
 from finetune.config.compose import compose
 from finetune.config.config_files import resolve_shipped
+from finetune.config.hub import Repository, cached_file
 from finetune.config.key_advice import did_you_mean
 from finetune.config.listing import list_configs
 from finetune.config.schema import LoraSection, ModelSection, OptimSection
@@ -124,8 +125,6 @@ def find_family(name: str) -> tuple[Any, str]:
 def _cached_folder(hub_id: str) -> str | None:
     """Return the folder of a model in the hub's cache; None if its config.json is not there."""
     from huggingface_hub.errors import HFValidationError
-
-    from finetune.config.hub import Repository, cached_file
 
     with suppress(HFValidationError):
         file = cached_file(Repository(hub_id, None, "model"), "config.json")
