@@ -24,6 +24,7 @@ from finetune.export.converters import refuse_no_model
 from finetune.export.model_card import HUB_ID, fill_card, hub_base
 from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run
+from finetune.model.saved_adapter import ADAPTER_CONFIG
 from finetune.runs.durable import MANIFEST, find_damage
 from finetune.units import format_bytes
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _CARD = "README.md"
-_ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 _OF_A_MODEL = (*_WEIGHTS, ".onnx", ".onnx.data", ".pt", ".pth", ".h5", ".msgpack")
 _log = logging.getLogger(__name__)
@@ -165,11 +165,11 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
             f"or push the whole model: finetune merge {source} OUT."
         )
     files = _files_of(run.weights)
-    config = json.loads((run.weights / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((run.weights / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if base != config.get("base_model_name_or_path"):
         config["revision"] = None  # it is a commit of another repository
     config["base_model_name_or_path"] = base
-    files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    files[ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     files[_CARD] = _with_certificate(fill_card(run, base, system=usual_system(run.config)), run.weights).encode()
     return Package(form="adapter", base=base, files=files)
 
@@ -232,8 +232,8 @@ def _find_model(api: HfApi, repository: str, present: list[str], card: Any) -> t
     """Return the form and the base of the model in a repository; None if it has no weights yet."""
     if not any(name.endswith(_OF_A_MODEL) for name in present):
         return None
-    if _ADAPTER_CONFIG in present:
-        path = api.hf_hub_download(repository, _ADAPTER_CONFIG)
+    if ADAPTER_CONFIG in present:
+        path = api.hf_hub_download(repository, ADAPTER_CONFIG)
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         return "adapter", config.get("base_model_name_or_path")
     return "model", _first_base(getattr(card, "base_model", None))
