@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from finetune import __version__
 from finetune.config.compose import compose
@@ -77,8 +78,6 @@ def find_family(name: str) -> tuple[Any, str]:
     Raises:
         ModelError: there is none of this name, or its layers are no causal language model.
     """
-    from transformers import CONFIG_MAPPING
-
     presets = [preset for preset, _ in list_configs()["model"]]
     path = Path(name).expanduser()
     if path.is_file():
@@ -212,8 +211,6 @@ class FamilyProof:
     @cached_property
     def rehearsal(self) -> Rehearsal:
         """The commands of a run on the tiny model, which is written to disk here."""
-        from transformers import AutoTokenizer
-
         folder = self._folder
         model = copy.deepcopy(self._model)
         model.generation_config.eos_token_id = list(_STOP_IDS)
@@ -364,7 +361,6 @@ def _check_world(proof: FamilyProof) -> str:
 def _check_peft(proof: FamilyProof) -> str:
     """Compare the last validation loss of the run with the loss of its adapter in plain PEFT, in float64."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     rehearsal = proof.rehearsal
     config, run = rehearsal.config, rehearsal.folder / "whole"
