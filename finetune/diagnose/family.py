@@ -219,12 +219,8 @@ class FamilyProof:
         # For some model types, transformers then reads these files with another tokenizer.
         AutoTokenizer.from_pretrained(folder / "stand-in").save_pretrained(folder / "stand-in")
         arguments = [
-            *(
-                "task=finetune_lora",
-                "data=orders",
-                "data.max_rows=16",
-                override("data.cache_dir", str(folder / "cache")),
-            ),
+            *("task=finetune_lora", "data=orders", "data.max_rows=16"),
+            override("data.cache_dir", str(folder / "cache")),
             *(override("model.path", str(folder / "stand-in")), override("output_dir", str(folder / "run"))),
             *("lora.r=4", "optim.learning_rate=2e-3", "training.device=cpu", "training.precision=fp32"),
             *("training.batch_size=3", "training.global_batch_size=8", "testing.num_samples=0"),
