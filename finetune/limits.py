@@ -6,12 +6,14 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
 MOST_BYTES = 16 << 20
 """The largest file of a run that is read whole, unless it has a limit of its own."""
 _MOST_BYTES_OF_MODEL = 256 << 20
+_COPY_BYTES = 1 << 20
 _READ_WHOLE = (".json", ".jinja", ".model", ".txt")
 _READ_BY_LIBRARIES = (*_READ_WHOLE, ".safetensors", ".bin")
 _TYPES = {"-": "a regular file", "d": "a folder", "l": "a symbolic link", "p": "a FIFO", "s": "a socket"}
@@ -41,6 +43,13 @@ def read_regular(path: Path, *, most: int = MOST_BYTES, follows_links: bool = Fa
     """Return the content of a regular file of at most `most` bytes. Raises the errors of `open_regular`."""
     with open_regular(path, most=most, follows_links=follows_links) as file:
         return file.read(most)
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """Yield a regular file in pieces. It is opened when the first piece is asked for."""
+    with open_regular(path) as file:
+        while chunk := file.read(_COPY_BYTES):
+            yield chunk
 
 
 def irregular_files(folder: Path, *, follows_links: bool = False) -> list[str]:

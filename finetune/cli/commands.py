@@ -95,7 +95,7 @@ COMMANDS = (
         "List a run's checkpoints: validation loss, size, whether each is whole, and where resume=auto goes on."),
     Command("report", "report:report", _AFTER,
         "Write one page about one run or several: curves, differences, data, answers. It opens without a network."),
-    Command("receipt", "receipt:receipt", _AFTER,
+    Command("receipt", "report:receipt", _AFTER,
         "Write the receipt of a finished run: rows, base, operations, time, versions, results. JSON, and a page."),
     Command("config", "", _BEFORE,
         "Show the configuration of a run, the schema of all keys, or the configs to choose from."),

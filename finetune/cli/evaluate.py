@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,6 @@ from finetune.terminal import print_json, print_table, shown_folder
 from finetune.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from finetune.distributed.runtime import Runtime
     from finetune.inference.answers import Metric
     from finetune.inference.finished_run import FinishedRun

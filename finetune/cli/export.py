@@ -113,9 +113,8 @@ def merge(
     from finetune.config.python_values import overrides_of
 
     folder = find_run_folder(Path(run))
-    options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system}
     target = _beside(folder, "merged") if out is None else Path(out)
-    options["into"] = into
+    options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system, "into": into}
     return _merge(folder, target, overrides_of(overrides), dtype, base=base, checkpoint=checkpoint, **options)[1]
 
 
@@ -142,14 +141,14 @@ def _merge(
         import torch
 
         from finetune.export.merge import write_merged
-        from finetune.export.merge_effect import is_trained_in_4_bits, load_on_dequantized_base, measure_merge
+        from finetune.export.merge_effect import load_on_dequantized_base, measure_merge
 
     stored_as, load = None if dtype == "base" else getattr(torch, dtype), None
     if into != "base":
         load, options["note"] = load_on_dequantized_base, "merged into the dequantized 4-bit weights of the base"
     with waiting("merging, and comparing the merged model with the run"):
         merged = write_merged(run, out, dtype=stored_as, load=load, **options)
-    if is_trained_in_4_bits(run):
+    if run.config.is_quantized:
         with waiting("measuring what merging changes"):
             effect = measure_merge(run, stored_as, load=load and partial(load, run))
         merged = replace(merged, effect=tuple(effect.sentences()))
@@ -311,7 +310,7 @@ def gguf_command(
     )
     with waiting(f"exporting to {out}"), _merged(source, run, out) as model:
         exported = export_model(model, out, gguf=gguf, with_modelfile=modelfile)
-    _say_exported(exported, out, is_gguf=True)
+    _say_exported(exported, out)
 
 
 def lora_command(
@@ -340,7 +339,7 @@ def lora_command(
     gguf = Gguf(converter=converter, weight_type=weight_type, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
         exported = export_lora(run, out, gguf=gguf, with_base=not adapter_only, with_modelfile=modelfile)
-    _say_exported(exported, out, is_gguf=True)
+    _say_exported(exported, out)
 
 
 def ollama_command(
@@ -356,7 +355,7 @@ def ollama_command(
 
     with waiting(f"exporting to {out}"):
         exported = export_model(model_folder, out, gguf=None)
-    _say_exported(exported, out, is_gguf=False)
+    _say_exported(exported, out)
 
 
 def onnx_command(
@@ -530,22 +529,22 @@ def push(
     say(f"Sent: {sent}")
 
 
-def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
+def _say_exported(exported: Exported, out: Path) -> None:
     """Print the files of a folder for llama.cpp or Ollama, and how to serve it."""
     from finetune.export.gguf_served import find_gguf
     from finetune.export.vectors import VECTORS_FILE
 
-    files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
+    folder = out.expanduser()
+    files = [path for path in sorted(folder.iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
     say(f"Written to {out}: {', '.join(f'{path.name} ({format_bytes(path.stat().st_size)})' for path in files)}")
     _say_system(out)
     if exported.num_tensors is not None:
         say(f"The GGUF file holds {exported.num_tensors} tensors.")
-    if is_gguf:
         say(exported.token_ids)
         say(f"Note: {exported.note}.") if exported.note else None
-    if is_gguf and find_gguf(out.expanduser()) and (out.expanduser() / VECTORS_FILE).is_file():
-        say(f"Next: finetune verify {out}")
-    if (out.expanduser() / "Modelfile").is_file():
+        if find_gguf(folder) and (folder / VECTORS_FILE).is_file():
+            say(f"Next: finetune verify {out}")
+    if (folder / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 
 

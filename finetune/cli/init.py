@@ -86,7 +86,7 @@ def init_from_overrides(
             _refuse_existing(file)
         notes = (_template_to_choose(config), ())
         groups = _group_files(overrides)
-        text = _commented_run_file(config, groups, file or "FILE.yaml", notes=notes, is_full=is_full)
+        text = _commented_run_file(config, groups, file or "FILE.yaml", {}, notes, is_full=is_full)
     if file is None:
         sys.stdout.write(text)
         return
@@ -357,10 +357,10 @@ def _commented_run_file(
     config: Config,
     groups: Mapping[str, str],
     file: object,
-    came_from: Mapping[str, Sequence[str]] | None = None,
-    notes: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    came_from: Mapping[str, Sequence[str]],
+    notes: tuple[Sequence[str], Sequence[str]],
     *,
-    is_full: bool = False,
+    is_full: bool,
 ) -> str:
     """Write a run file that gives this configuration: each key that it sets, with its meaning.
 
@@ -369,7 +369,6 @@ def _commented_run_file(
     of `came_from`, which has the settings of another tool that they were translated from. The first of the `notes` are
     written before the keys, the second after them. With `is_full`, all other keys follow, commented out.
     """
-    came_from = came_from or {}
     given = values(config)
     is_typed = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
     for_code = [f"{key}={json.dumps(given[key])}" for key in code_keys() if is_typed[key] and given[key]]

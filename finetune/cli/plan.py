@@ -16,8 +16,7 @@ from finetune.cli.overrides import config_from_overrides
 from finetune.cli.run_options import DeviceOption, JsonOption
 from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.environment import is_first_process
-from finetune.findings import count, exit_code
-from finetune.findings import print_findings as show_findings
+from finetune.findings import count, exit_code, print_findings
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import fold, print_json
 from finetune.units import counted, format_bytes, format_duration
@@ -75,7 +74,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         for line in lines:
             text = fold(f"  {line}", console.file, indent="    ")
             console.print(text, soft_wrap=True, markup=False, highlight=False)
-    show_findings(plan.findings, console)
+    print_findings(plan.findings, console)
     console.print(count(plan.findings), markup=False, highlight=False)
 
 

@@ -25,8 +25,7 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.diagnose.preview_splits import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible_token
 from finetune.distributed.environment import is_first_process
-from finetune.findings import count, exit_code
-from finetune.findings import print_findings as show_findings
+from finetune.findings import count, exit_code, print_findings
 from finetune.logs import configure_logs, importing
 from finetune.terminal import fold
 from finetune.terminal import say as say_to_terminal
@@ -146,7 +145,7 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
     say()
     if preview.rows and not as_table:
         say(_legend(is_coloured))
-    show_findings(preview.findings, console)
+    print_findings(preview.findings, console)
     say(count(preview.findings))
 
 

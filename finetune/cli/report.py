@@ -1,4 +1,4 @@
-"""`finetune report`: write an HTML page about one run or several."""
+"""`finetune report` and `finetune receipt`: write an HTML page about one run or several, and the receipt of one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.run_options import find_run_folder
+from finetune.cli.run_options import RunFolderArgument, find_run_folder, refuse_several_processes
 from finetune.distributed.environment import is_first_process
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
 from finetune.runs.durable import describe_os_error, replace_file
-from finetune.terminal import say
+from finetune.terminal import say, shown_folder
 from finetune.units import format_bytes
 
 _FILE_NAME = "report.html"
@@ -89,3 +89,14 @@ def _refuse_to_replace(path: Path) -> None:
                 return
     problem = f"{path} exists and was not written by finetune report"
     raise ConfigError(f"{problem}. Nothing was written; name another file with --output.")
+
+
+def receipt(run_folder: RunFolderArgument) -> None:
+    """Write receipt.json and receipt.html into the run's folder."""
+    refuse_several_processes("receipt")
+    configure_logs(0, level=logging.WARNING)
+    from finetune.report.receipt import write_receipt
+    from finetune.runs.recorded_run import open_run
+
+    written, page = write_receipt(open_run(run_folder))
+    say(f"Written: {shown_folder(written)}, and the same as a page: {shown_folder(page)}")

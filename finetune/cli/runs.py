@@ -20,10 +20,10 @@ from finetune.cli.run_options import STYLES, JsonOption, RunFolderArgument
 from finetune.findings import EXIT_PROBLEM
 from finetune.logs import configure_logs, report_progress, waiting
 from finetune.terminal import print_json, print_table, say
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.runs.recorded_run import RecordedRun
-    from finetune.runs.saved_folders import SavedFolder
+    from finetune.runs.recorded_run import RecordedRun, SavedFolder
     from finetune.runs.state import TrainerState
 
 
@@ -95,7 +95,6 @@ def _stamp(file: Path) -> list[int]:
 def summary(run: RecordedRun) -> dict[str, Any]:
     """Summarize a run for the list. Unknown values are None; losses are in nats per target token."""
     config, best = run.config, run.best_validation
-    world_size = run.record.get("world_size")
     return {
         "name": run.name,
         "path": str(run.folder.path),
@@ -111,7 +110,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "finished": run.finished,
         "model": config.model.path or config.model.init if config else None,
         "data": (config.data.label or None) if config else None,
-        "world_size": world_size if type(world_size) is int else None,
+        "world_size": run.record.get("world_size"),
     }
 
 
@@ -175,8 +174,6 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
 
 
 def _checkpoint_row(saved: SavedFolder, run: RecordedRun, state: TrainerState | None) -> list[str | tuple[str, str]]:
-    from finetune.units import format_bytes
-
     loss = "" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
     notes = list(saved.problems or ["whole"])
     if saved.step is not None and state is not None and saved.step == state.best_step:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,15 +14,13 @@ from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.report import write_report
 from finetune.cli.run_options import STYLES, refuse_several_processes
+from finetune.config.schema import Config, DataSection
 from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
 from finetune.runs.recorded_run import best_point
 from finetune.sweep.running import run_trials
 from finetune.sweep.space import draw_trials, read_space
 from finetune.sweep.trials import Sweep, Trial, open_sweep
 from finetune.terminal import print_table, say, shown_folder
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config, DataSection
 
 _PREFIX = "validation."
 

@@ -20,14 +20,12 @@ from finetune.cli.run_options import (
     refuse_several_processes,
 )
 from finetune.errors import ConfigError
+from finetune.limits import MOST_BYTES
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, print_table, say, shown_folder
 
 if TYPE_CHECKING:
     from finetune.export.certificate import Verified
-
-_MOST_BYTES = 16 << 20
-"""The size of the largest certificate. A larger file is something else, and is not read."""
 
 
 def verify(
@@ -154,7 +152,7 @@ def _refuse_other_file(out: Path) -> None:
     if not out.exists():
         return
     try:
-        is_small = out.is_file() and out.stat().st_size <= _MOST_BYTES
+        is_small = out.is_file() and out.stat().st_size <= MOST_BYTES
         is_certificate = is_small and "verdict" in dict(json.loads(out.read_bytes()))
     except (OSError, ValueError, TypeError):
         is_certificate = False

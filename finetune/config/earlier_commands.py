@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from finetune.config.config_files import shipped_folder
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
+from finetune.config.schema import Config
 
 
 def how_to_make(config: Config) -> str:

@@ -52,11 +52,6 @@ def resolve_functions(
     }
 
 
-def is_function_in_file(name: str) -> bool:
-    """Return whether a name is meant as `FILE.py:function`."""
-    return ":" in name or name.endswith(".py")
-
-
 def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[str], list[str]]:
     """Return the names of functions, with `./scores.py:bleu` as `scores.bleu`, and the absolute paths of the files.
 
@@ -66,7 +61,7 @@ def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[
     functions: list[str] = []
     files: dict[str, str] = {}
     for name in names:
-        if not is_function_in_file(name):
+        if ":" not in name and not name.endswith(".py"):
             functions.append(name)
             continue
         path, _, function = name.rpartition(":") if ":" in name else (name, "", "")

@@ -93,15 +93,13 @@ def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 def inline_yaml(value: object) -> str:
     """Write a value as YAML in one line."""
-    return _inline_scalar(value) if isinstance(value, (str, float, int, bool, NoneType)) else _dump(value)
-
-
-@lru_cache(1024, typed=True)
-def _inline_scalar(value: object) -> str:
-    """Write a value of which a configuration has many equal ones; PyYAML is slow."""
-    return _dump(value)
+    return _dump_scalar(value) if isinstance(value, (str, float, int, bool, NoneType)) else _dump(value)
 
 
 def _dump(value: object) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+_dump_scalar = lru_cache(1024, typed=True)(_dump)
+"""A configuration has many equal values, and PyYAML is slow."""

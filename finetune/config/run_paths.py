@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +21,6 @@ _MAY_BE_FOLDER = ("path", "tokenizer", "start_from")
 """Of these keys and of those in a mixture. The others take a file, or a name that is no path and has no suffix."""
 _SOURCE = re.compile(r"data\.mixture\[\d+\]")
 ITEM = re.compile(r"\[\d+\]$")
-_log = logging.getLogger(__name__)
 
 
 def resolved_paths(config: Config) -> dict[str, str]:

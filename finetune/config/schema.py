@@ -871,6 +871,11 @@ class Config(Section):
         return self.objective.has_reference or (self.objective.generates_answers and self.grpo.beta > 0)
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether an adapter is trained on a base in 4 bits."""
+        return self.training.method == "lora" and self.lora.quantize != "none"
+
+    @property
     def masks_follow_microbatches(self) -> bool:
         """Whether random masks or noise depend on the micro-batches, so that their size changes the result."""
         has_dropout = self.training.method == "lora" and self.lora.dropout > 0

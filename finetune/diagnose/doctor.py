@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from finetune.config.schema import Config
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import check_devices, check_folders, check_versions, sees_file, write_marker
@@ -28,9 +29,6 @@ from finetune.findings import Finding, count, exit_code, findings_of_others, ok,
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
 from finetune.terminal import print_json
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 Value = TypeVar("Value")
 

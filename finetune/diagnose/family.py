@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from finetune import __version__
 from finetune.config.compose import compose
 from finetune.config.config_files import resolve_shipped
+from finetune.config.hub import Repository, cached_file
 from finetune.config.key_advice import did_you_mean
 from finetune.config.listing import list_configs
 from finetune.config.schema import LoraSection, ModelSection, OptimSection
@@ -76,8 +78,6 @@ def find_family(name: str) -> tuple[Any, str]:
     Raises:
         ModelError: there is none of this name, or its layers are no causal language model.
     """
-    from transformers import CONFIG_MAPPING
-
     presets = [preset for preset, _ in list_configs()["model"]]
     path = Path(name).expanduser()
     if path.is_file():
@@ -124,8 +124,6 @@ def find_family(name: str) -> tuple[Any, str]:
 def _cached_folder(hub_id: str) -> str | None:
     """Return the folder of a model in the hub's cache; None if its config.json is not there."""
     from huggingface_hub.errors import HFValidationError
-
-    from finetune.config.hub import Repository, cached_file
 
     with suppress(HFValidationError):
         file = cached_file(Repository(hub_id, None, "model"), "config.json")
@@ -213,8 +211,6 @@ class FamilyProof:
     @cached_property
     def rehearsal(self) -> Rehearsal:
         """The commands of a run on the tiny model, which is written to disk here."""
-        from transformers import AutoTokenizer
-
         folder = self._folder
         model = copy.deepcopy(self._model)
         model.generation_config.eos_token_id = list(_STOP_IDS)
@@ -223,12 +219,8 @@ class FamilyProof:
         # For some model types, transformers then reads these files with another tokenizer.
         AutoTokenizer.from_pretrained(folder / "stand-in").save_pretrained(folder / "stand-in")
         arguments = [
-            *(
-                "task=finetune_lora",
-                "data=orders",
-                "data.max_rows=16",
-                override("data.cache_dir", str(folder / "cache")),
-            ),
+            *("task=finetune_lora", "data=orders", "data.max_rows=16"),
+            override("data.cache_dir", str(folder / "cache")),
             *(override("model.path", str(folder / "stand-in")), override("output_dir", str(folder / "run"))),
             *("lora.r=4", "optim.learning_rate=2e-3", "training.device=cpu", "training.precision=fp32"),
             *("training.batch_size=3", "training.global_batch_size=8", "testing.num_samples=0"),
@@ -362,14 +354,9 @@ def _check_world(proof: FamilyProof) -> str:
     return _judge(what, of_losses <= CURVE and of_adapter <= ADAPTER)
 
 
-def _check_merge(proof: FamilyProof) -> str:
-    return proof.stage("merge")
-
-
 def _check_peft(proof: FamilyProof) -> str:
     """Compare the last validation loss of the run with the loss of its adapter in plain PEFT, in float64."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     rehearsal = proof.rehearsal
     config, run = rehearsal.config, rehearsal.folder / "whole"
@@ -496,7 +483,7 @@ PROMISES: dict[str, tuple[Callable[[FamilyProof], str | None], tuple[str, ...]]]
     "training": (_check_training, ("loss and gradients",)),
     "kill and resume": (_check_resume, ("training",)),
     "two processes": (_check_world, ("training",)),
-    "merge": (_check_merge, ("kill and resume",)),
+    "merge": (lambda proof: proof.stage("merge"), ("kill and resume",)),
     "adapter in PEFT": (_check_peft, ("training",)),
 }
 """By name: the check, and the promises without which it says nothing."""

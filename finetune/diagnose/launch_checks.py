@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+from finetune.config.schema import Config
 from finetune.distributed.accelerate_settings import (
     compare_accelerate_command,
     refused_settings,
@@ -27,9 +27,6 @@ from finetune.distributed.network import is_loopback, is_own_address, own_name_i
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.errors import ConfigError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 AREA = "This process"
 _ADDRESS = "Address"

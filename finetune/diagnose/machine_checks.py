@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from finetune.config.config_files import absolute
 from finetune.config.hub import find_fault, what_to_do
+from finetune.config.schema import Config
 from finetune.data.batches import loader_keys_on
 from finetune.data.examples import check_local_rows
 from finetune.distributed.accelerate_settings import refuse_another_precision, refused_settings
@@ -28,6 +28,7 @@ from finetune.distributed.device import (
     choose_precision,
     has_bf16,
 )
+from finetune.distributed.environment import LaunchEnvironment
 from finetune.distributed.launch import wished_device
 from finetune.distributed.rank_devices import device_of_rank
 from finetune.errors import DISTRIBUTION, SUMMARY, CheckpointError, FinetuneError, LaunchError
@@ -38,11 +39,6 @@ from finetune.runs.file_lock import file_lock, try_file_lock
 from finetune.runs.folder import RunFolder, existing_folder
 from finetune.threads import num_cores
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
-    from finetune.distributed.environment import LaunchEnvironment
-
 
 _VERSIONS, _DEVICES = "Versions", "Devices"
 _PAGE = "docs/launching.md"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.config.keys import values
+from finetune.config.schema import Config
 from finetune.diagnose.plan_batches import Batches, Section, answer_keys
 from finetune.diagnose.plan_devices import Device
 from finetune.findings import Finding, problem, warning
@@ -15,9 +16,6 @@ from finetune.training.memory.choice import MemoryChoice
 from finetune.training.memory.forecast import Peak
 from finetune.training.memory.generation import Generating
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 SCHEMA_VERSION = 2
 """Of the JSON form; docs/plan.md describes it."""

@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from finetune.config.keys import values
+from finetune.config.schema import Config
 from finetune.data.batches import BatchRule, evaluation_batches
 from finetune.data.encoded import EncodedExample, EncodedExamples, EncodedSplits
 from finetune.data.preferences import EncodedLabelled, EncodedPairs
@@ -29,10 +30,7 @@ from finetune.training.validation import answered_rows
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
-    from finetune.data.encoded import EncodedExamples
     from finetune.training.objective import AnySplits
-
 
 _MOST_STEPS_LOOKED_AT = 500
 _FILLER_TOKEN = 1

@@ -145,6 +145,8 @@ def find_device(wish: str) -> Device:
 
 
 def _cuda(name: str, memory: int, *, precision: Precision) -> Device:
+    words = re.split(r"[\s_-]+", name.upper())  # it may be the driver's name: NVIDIA A100-SXM4-80GB
+    known = next((rates for full, rates in _KNOWN.items() if full.split()[-2] in words), None)
     return Device(
         name=name,
         type="cuda",
@@ -152,15 +154,8 @@ def _cuda(name: str, memory: int, *, precision: Precision) -> Device:
         reserve=_CUDA_RESERVE,
         precision=precision,
         is_here=False,
-        teraflops=_teraflops(name),
+        teraflops={} if known is None else {known.precision: known.half, "fp32": known.fp32},
     )
-
-
-def _teraflops(name: str) -> dict[str, float]:
-    """Find the rates of a device by its name or the driver's, for example `NVIDIA A100-SXM4-80GB`."""
-    words = re.split(r"[\s_-]+", name.upper())
-    known = next((rates for full, rates in _KNOWN.items() if full.split()[-2] in words), None)
-    return {} if known is None else {known.precision: known.half, "fp32": known.fp32}
 
 
 def _folded(name: str) -> str:

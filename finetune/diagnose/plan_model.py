@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from finetune.config.schema import Config
 from finetune.distributed.device import DTYPES, Precision, convert_weights
 from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.engine.quantized import widened_bytes
@@ -18,9 +19,6 @@ from finetune.model.quantized import quantize_without_data, refuse_fp8_without_e
 from finetune.model.targets import resolve_targets
 from finetune.training.forward import choose_forward, wants_padding
 from finetune.training.memory.forecast import WHOLE, Weights
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 
 class PlannedModel:
@@ -59,7 +57,7 @@ class PlannedModel:
             message = "the engine does not compute all of this model, so steps take longer: `forward` says why"
             fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
             self.findings.append(warning("Engine", message, fix))
-        if is_quantized(config):
+        if config.is_quantized:
             self.is_in_4_bits = is_computed
             if not is_computed:
                 message = "4 bits are predicted only where the engine computes every layer: this plan counts 16 bits"
@@ -94,8 +92,3 @@ class PlannedModel:
         if self.keeps_embedding_on_host:
             keep_embedding_on_host(model)
         return model.train()
-
-
-def is_quantized(config: Config) -> bool:
-    """Return whether the run trains an adapter on a base in 4 bits."""
-    return config.training.method == "lora" and config.lora.quantize != "none"

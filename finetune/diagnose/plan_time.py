@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.config.schema import Config, OptimSection
 from finetune.engine.decoder import bare_model
 from finetune.engine.fused import fused_or_not
 from finetune.engine.kv_cache import CachedDecoder
@@ -20,14 +21,13 @@ from finetune.engine.products import full_shape, unchanged_weights
 from finetune.inference.decoding import group_prompts, room_for_answer
 from finetune.inference.sampling import Draw, Sampling
 from finetune.model.base import evaluation_mode
+from finetune.training.forward import Computation
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, OptimSection
     from finetune.diagnose.plan_batches import AssumedAnswers
-    from finetune.training.forward import Computation
 
 _FLOPS = 2
 """A multiplication and an addition."""
@@ -73,12 +73,26 @@ def _products_with(weight: Any, *, more: int) -> int:
 def measure_seconds(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
     """Measure forward, backward and optimizer for one micro-batch, in seconds, on the device at hand."""
     device = torch.device(how.device_type)
+    microbatch = microbatch.to(device)
+    loss = how.loss_of(BY_DEVICE)
 
     def measure() -> float:
-        with fused_or_not(how.is_fused):
-            return _measure(model, microbatch.to(device), how, section)
+        optimizer = build_optimizer(model, section)
+        seconds = []
+        for _ in range(1 + _REPETITIONS):
+            begun = time.perf_counter()
+            with torch.autocast(device.type, dtype=how.dtype, enabled=how.dtype != torch.float32):
+                summed = loss(model, microbatch).reshape(-1)[0]
+            (summed / max(1, microbatch.num_targets)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begun)
+        return median(seconds[1:])  # the first step also allocates memory
 
-    return _at_full_depth(model, device, measure)
+    with fused_or_not(how.is_fused):
+        return _at_full_depth(model, device, measure)
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -147,24 +161,6 @@ def _at_full_depth(model: Any, device: torch.device, measure: Callable[[], float
         return seconds[few]
     # Linear in the depth: t(depth) = t(few) + (depth - few) * (t(more) - t(few)) / (more - few).
     return seconds[few] + (depth - few) * max(0.0, seconds[more] - seconds[few]) / (more - few)
-
-
-def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
-    loss = how.loss_of(BY_DEVICE)
-    optimizer = build_optimizer(model, section)
-    device = next(model.parameters()).device
-    seconds = []
-    for _ in range(1 + _REPETITIONS):
-        begun = time.perf_counter()
-        with torch.autocast(device.type, dtype=how.dtype, enabled=how.dtype != torch.float32):
-            summed = loss(model, microbatch).reshape(-1)[0]
-        (summed / max(1, microbatch.num_targets)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return median(seconds[1:])  # the first step also allocates memory
 
 
 def _give_weights(model: Any, device: torch.device) -> None:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from finetune.config.schema import Config
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows
 from finetune.diagnose.plan import Evaluating, Plan, ShardedNeed, Trade, judge, most_memory
 from finetune.diagnose.plan_batches import AssumedAnswers, Batching, PlannedEvaluation, Section, evaluations_of
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_model import PlannedModel, is_quantized
+from finetune.diagnose.plan_model import PlannedModel
 from finetune.diagnose.plan_time import measure_generating, measure_seconds, operations_of_step, sampling_of
 from finetune.diagnose.preview_splits import on_one_line
 from finetune.distributed.device import DTYPES, choose_precision
@@ -71,7 +72,6 @@ from finetune.training.setup import check_config
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
     from finetune.training.objective import AnySplits
 
 Forecast = TypeVar("Forecast", StepForecast, GenerationForecast)
@@ -91,7 +91,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
     Raises:
         FinetuneError: the run cannot be trained, or a plan does not support it.
     """
-    if is_quantized(config) and device.type != "cuda":
+    if config.is_quantized and device.type != "cuda":
         raise ConfigError(
             f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
             "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
@@ -400,7 +400,7 @@ class Planner:
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None, None
         trains_tokens = self._config.training.method == "lora" and self._config.lora.new_tokens
-        if is_quantized(self._config) or wants_fp8(self._config) or trains_tokens:
+        if self._config.is_quantized or wants_fp8(self._config) or trains_tokens:
             what = "new tokens (lora.new_tokens)" if trains_tokens else "a base in 4 bits or in fp8"
             fix = "train a few steps: training.max_steps=5"
             self.findings.append(warning("Time", f"--probe does not measure {what}", fix))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from finetune.config.schema import name_files
+from finetune.config.schema import Config, name_files
 from finetune.data import row_checks
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
@@ -44,7 +44,6 @@ from finetune.training.objective import encode_for_objective
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from finetune.config.schema import Config
     from finetune.diagnose.preview_splits import Rows
     from finetune.training.objective import AnySplits
 

@@ -95,11 +95,8 @@ def summarize_split(rows: Rows, *, are_prompts: bool = False) -> SplitSummary:
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)
     num_targets = 0 if are_prompts else sum(int(side.num_targets.sum()) for side in rows.sides)
-    from finetune.data.row_checks import (
-        count_by_file,
-        keys_of_rows,
-        repeated_rows,
-    )  # torch, after the configuration is checked
+    # It imports torch, which waits until the configuration is checked.
+    from finetune.data.row_checks import count_by_file, keys_of_rows, repeated_rows
 
     repeated = repeated_rows(rows, keys_of_rows([side.digest_rows() for side in rows.sides]))
     is_truncated = reduce(or_, (side.is_truncated for side in rows.sides))

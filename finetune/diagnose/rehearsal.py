@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from finetune.config.keys import values
+from finetune.config.schema import Config
 from finetune.diagnose.machine_checks import check_cache
 from finetune.diagnose.rehearsal_commands import StageError, run_command
 from finetune.diagnose.rehearsal_overrides import override, rehearsed_values, write_stand_in
@@ -30,9 +31,6 @@ from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import OPTIMIZER_FILE
 from finetune.terminal import visible
 from finetune.units import counted, format_bytes
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 _NEVER_REHEARSED = (
     "the weights of the model: whether they are complete, and what the model learns",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.config.keys import values
+from finetune.config.schema import Config, ModelSection
 from finetune.distributed.device import accelerator_type
 from finetune.model.base import build_base_model, count_parameters, read_model_config
 from finetune.model.from_hub import load_part, locate_model
@@ -22,8 +23,6 @@ from finetune.units import ceil_div, counted
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
-
-    from finetune.config.schema import Config, ModelSection
 
 
 MOST_NEW_TOKENS = 16

@@ -19,8 +19,8 @@ from finetune.export import compressor
 from finetune.export.compressed_folder import SCHEMES, SchemeName, load_compressed, refuse_no_compressed_tensors
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.merge import merged_beside
-from finetune.export.model_card import Compressed, merged_card
-from finetune.export.out_folder import new_folder, read_on, refuse_taken
+from finetune.export.model_card import Compressed, fill_card, hub_base
+from finetune.export.out_folder import new_folder, refuse_taken
 from finetune.export.quantizing import Quantizer, find_program
 from finetune.export.runtimes import load_transformers
 from finetune.export.served_comparison import served_vectors
@@ -35,6 +35,7 @@ from finetune.export.vectors import (
 )
 from finetune.inference.finished_run import FinishedRun, read_finished_run
 from finetune.inference.scores import Evaluation
+from finetune.limits import read_chunks
 from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
@@ -91,7 +92,8 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
             difference=difference,
             vectors_sha256=write_vectors(writer, vectors),
         )
-        writer.write("README.md", [merged_card(run, stored, compressed).encode()])
+        card = fill_card(run, hub_base(run), system=stored.system, merged=stored, compressed=compressed)
+        writer.write("README.md", [card.encode()])
     return compressed
 
 
@@ -168,8 +170,7 @@ def _fill(writer: FolderWriter, merged: Path, built: Path) -> int:
             writer.write(name, [(merged / name).read_bytes()])
     size = 0
     for path in sorted(built.glob("model*.safetensors*")):
-        with path.open("rb") as file:
-            size += int(writer.write(path.name, read_on(file))["size"])
+        size += int(writer.write(path.name, read_chunks(path))["size"])
         path.unlink()
     return size
 

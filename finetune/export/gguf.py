@@ -43,10 +43,11 @@ from finetune.export.gguf_served import (
 from finetune.export.gguf_tokens import Reading, TokenRules, find_rules, is_byte_level, refuse_other_ids
 from finetune.export.merge import SENTENCEPIECE
 from finetune.export.ollama import modelfile
-from finetune.export.out_folder import new_folder, read_on
+from finetune.export.out_folder import new_folder
 from finetune.export.quantizing import Quantizer, vectors_of_quantized
 from finetune.export.rounding import ROUNDED, measure_folder
 from finetune.export.vectors import VECTORS_FILE, copy_vectors, digest_files, read_vectors, write_vectors
+from finetune.limits import read_chunks
 from finetune.model.unsupported import refuse_oversized_folder
 from finetune.runs.durable import FolderWriter
 
@@ -121,14 +122,11 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
 
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder.
-        ConfigError: there is nothing to write.
         ModelError: llama.cpp or Ollama does not support the model, or would read chats as other tokens.
         RunFailedError: the disk has too little room, or failed.
     """
     model = model.expanduser().absolute()
     refuse_no_model(model)
-    if gguf is None and not with_modelfile:
-        raise ConfigError("there is nothing to export: give gguf or with_modelfile=True.")
     refuse_oversized_folder(model)
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     record = tokenizer.backend_tokenizer.to_str() if gguf is None and not (model / SENTENCEPIECE).is_file() else None
@@ -199,8 +197,7 @@ def write_gguf(
         refuse_other_tokens(header.keys, tokenizer)
         if not gguf.allows_differences:
             refuse_other_vocabulary(header.keys, tokenizer, reading.record)
-        with written.open("rb") as file:
-            writer.write(name, read_on(file))
+        writer.write(name, read_chunks(written))
     if reading.others:
         message = "llama.cpp reads %d of %d texts as other tokens than training did. The first: %s"
         _log.warning(message, len(reading.others), len(reading.chats), reading.others[0])

@@ -8,17 +8,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.errors import RunFailedError
-from finetune.export.out_folder import read_on
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _INT, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
 _MOST_ITEMS = 1 << 24
 """The most items of an array: vocabularies have fewer tokens."""
 _MOST_ALIGNMENT = 1 << 16
+_COPY_BYTES = 1 << 22
 TENSOR_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"} | {
     **{10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k"}
 }
@@ -88,7 +89,7 @@ def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int | float]
         size = sum(map(len, parts))
         yield b"".join([*parts, bytes(-size % alignment)])
         file.seek(header.tensors[1] + -header.tensors[1] % alignment)
-        yield from read_on(file)
+        yield from iter(partial(file.read, _COPY_BYTES), b"")
 
 
 def _encode(name: str, value: bool | int | float) -> bytes:

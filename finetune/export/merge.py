@@ -28,7 +28,7 @@ from finetune.config.run_config import load_run_config
 from finetune.engine.decoder import bare_model
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
-from finetune.export.model_card import Merged, merged_card
+from finetune.export.model_card import Merged, fill_card, hub_base
 from finetune.export.out_folder import nearest_parent, new_folder, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.system_turn import usual_system, with_default_system
@@ -133,7 +133,7 @@ def write_merged(
             system=system,
             adds_system=adds_system,
         )
-        writer.write("README.md", [merged_card(run, merged).encode()])
+        writer.write("README.md", [fill_card(run, hub_base(run), system=system, merged=merged).encode()])
     return merged
 
 

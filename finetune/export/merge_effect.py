@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from finetune.distributed.runtime import Runtime
 from finetune.engine.adapted import holds_nf4
 from finetune.engine.products import widened
 from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.export.compress import measure_run, refuse_rows_without_answer
 from finetune.export.merge import load_tuned_model, merge_adapter
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
+from finetune.inference.scores import Evaluation
+from finetune.inference.verdict import PairedVerdict
 from finetune.model.base import build_base_model
 from finetune.model.quantized import load_in_4_bits
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.model_files import LoadedRun
 from finetune.units import counted
-
-if TYPE_CHECKING:
-    from finetune.distributed.runtime import Runtime
-    from finetune.inference.scores import Evaluation
-    from finetune.inference.verdict import PairedVerdict
 
 _MOST_ROWS = 256
 IN_4_BITS, IN_16_BITS, MERGED = "on the base in 4 bits", "on the base in its own type", "merged and rounded"
@@ -65,11 +63,6 @@ class MergeEffect:
             if model.name != IN_4_BITS:
                 text += f", {model.equal_answers} of {self.num_answers} answers as {IN_4_BITS}"
             yield text if model.verdict is None else f"{text}; {model.verdict}"
-
-
-def is_trained_in_4_bits(run: FinishedRun) -> bool:
-    """Return whether the run trained an adapter on a base in 4 bits."""
-    return not run.is_full and run.config.lora.quantize != "none"
 
 
 def measure_merge(
@@ -116,7 +109,7 @@ def load_on_dequantized_base(run: FinishedRun) -> Any:
     Raises:
         ConfigError: the run was not trained on a base in 4 bits, or bitsandbytes is not installed.
     """
-    if not is_trained_in_4_bits(run):
+    if not run.config.is_quantized:
         raise ConfigError(f"--into nf4-dequantized: {run.folder.path} was not trained on 4 bits. Leave the option out.")
     if find_spec("bitsandbytes") is None:
         raise ConfigError("--into nf4-dequantized needs bitsandbytes, which is not installed: pip install bitsandbytes")

@@ -92,16 +92,6 @@ class Compressed:
         return rows
 
 
-def merged_card(run: FinishedRun, merged: Merged, compressed: Compressed | None = None) -> str:
-    """Write the card of a merged or fully tuned model."""
-    return _card(run, hub_base(run), system=merged.system, merged=merged, compressed=compressed)
-
-
-def adapter_card(run: FinishedRun, base: str, system: str | None = None) -> str:
-    """Write the card of an adapter; `base` is the hub id that the card names, `system` as in `Merged`."""
-    return _card(run, base, system=system)
-
-
 def _recorded_config(run: FinishedRun) -> Config:
     """Return the configuration that the run started with. `run.config` may name another base, to load weights from."""
     return load_run_config(run.folder.path, loads_model=False)
@@ -126,14 +116,18 @@ def hub_id(path: str | list[str] | None) -> str | None:
     return None if Path(path).expanduser().exists() else path
 
 
-def _card(
+def fill_card(
     run: FinishedRun,
     base: str | None,
     *,
-    system: str | None,
+    system: str | None = None,
     merged: Merged | None = None,
     compressed: Compressed | None = None,
 ) -> str:
+    """Write the card of an adapter, or of a merged or fully tuned model.
+
+    `base` is the hub id that the card names, and `system` the most frequent system turn of the training rows.
+    """
     recorded, config = run.recorded, _recorded_config(run)
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
     scores = {name: scores[name] for name in ("base", "tuned") if name in scores}

@@ -13,10 +13,11 @@ from finetune.errors import RunFailedError
 from finetune.export.certificate import Verified, write_certificate
 from finetune.export.converters import MODEL_TO_ONNX, files_of_model, refuse_no_model
 from finetune.export.onnx_served import OnnxType, refuse_missing_packages
-from finetune.export.out_folder import new_folder, read_on
+from finetune.export.out_folder import new_folder
 from finetune.export.served_comparison import ServedComparison
 from finetune.export.vectors import CERTIFICATE, copy_vectors, read_vectors
 from finetune.export.verifying import verify_folder
+from finetune.limits import read_chunks
 from finetune.units import name_first
 
 _BUILDER = "onnxruntime_genai.models.builder"
@@ -67,8 +68,7 @@ def export_onnx(
         with tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
             _build(model, Path(aside), weight_type)
             for built in sorted(path for path in Path(aside).iterdir() if path.is_file()):
-                with built.open("rb") as file:
-                    writer.write(built.name, read_on(file))
+                writer.write(built.name, read_chunks(built))
                 built.unlink()
         copy_vectors(model, writer)
         comparison = _compare_elsewhere(writer.path, most_difference)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.runs.durable import FolderWriter, committed_folder, describe_os_error, disk_failures_end_the_run
@@ -16,7 +15,6 @@ from finetune.units import format_bytes
 
 SPARE_BYTES = 64 << 20
 """For the files beside the weights: tokenizer, configuration, headers."""
-_COPY_BYTES = 1 << 22
 
 
 @contextmanager
@@ -65,11 +63,6 @@ def refuse_taken(out: Path) -> Path:
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise CheckpointError(f"{above} is not a folder that you can write to. Name a folder elsewhere.")
     return out
-
-
-def read_on(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the rest of a file in pieces, to be written into a new folder."""
-    return iter(lambda: file.read(_COPY_BYTES), b"")
 
 
 def _lock(out: Path) -> FileLock:

@@ -14,24 +14,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, metadata_load
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
 from finetune.export.converters import refuse_no_model
-from finetune.export.model_card import HUB_ID, adapter_card, hub_base
+from finetune.export.model_card import HUB_ID, fill_card, hub_base
 from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run
+from finetune.model.saved_adapter import ADAPTER_CONFIG
 from finetune.runs.durable import MANIFEST, find_damage
 from finetune.units import format_bytes
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
 _CARD = "README.md"
-_ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 _OF_A_MODEL = (*_WEIGHTS, ".onnx", ".onnx.data", ".pt", ".pth", ".h5", ".msgpack")
 _log = logging.getLogger(__name__)
@@ -101,9 +100,6 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
             wanted, or it holds another model.
         RunFailedError: the hub cannot be reached.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     if not HUB_ID.fullmatch(repository):
         raise ConfigError(f"{repository} is not the name of a repository. Expected OWNER/NAME, for example me/orders.")
     if get_token() is None:
@@ -139,8 +135,6 @@ def upload_package(upload: Upload, message: str) -> str:
         ConfigError: the hub refuses the token or the name.
         RunFailedError: the hub cannot be reached, or the repository has changed since the plan.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
     api = HfApi()
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
@@ -165,12 +159,12 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
             f"or push the whole model: finetune merge {source} OUT."
         )
     files = _files_of(run.weights)
-    config = json.loads((run.weights / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((run.weights / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if base != config.get("base_model_name_or_path"):
         config["revision"] = None  # it is a commit of another repository
     config["base_model_name_or_path"] = base
-    files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    files[_CARD] = _with_certificate(adapter_card(run, base, usual_system(run.config)), run.weights).encode()
+    files[ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    files[_CARD] = _with_certificate(fill_card(run, base, system=usual_system(run.config)), run.weights).encode()
     return Package(form="adapter", base=base, files=files)
 
 
@@ -218,8 +212,6 @@ def _with_certificate(card: str, folder: Path) -> str:
 
 
 def _card_header(card: Path) -> dict[str, Any]:
-    from huggingface_hub import metadata_load
-
     try:
         return (metadata_load(card) or {}) if card.is_file() else {}
     except (yaml.YAMLError, ValueError) as error:
@@ -232,8 +224,8 @@ def _find_model(api: HfApi, repository: str, present: list[str], card: Any) -> t
     """Return the form and the base of the model in a repository; None if it has no weights yet."""
     if not any(name.endswith(_OF_A_MODEL) for name in present):
         return None
-    if _ADAPTER_CONFIG in present:
-        path = api.hf_hub_download(repository, _ADAPTER_CONFIG)
+    if ADAPTER_CONFIG in present:
+        path = api.hf_hub_download(repository, ADAPTER_CONFIG)
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         return "adapter", config.get("base_model_name_or_path")
     return "model", _first_base(getattr(card, "base_model", None))
@@ -253,9 +245,6 @@ def _describe(form: str, base: str | None) -> str:
 @contextmanager
 def _hub_errors(doing: str) -> Iterator[None]:
     """Repeat in one line what the hub or the network says, without the token."""
-    from huggingface_hub import get_token
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         yield
     except Exception as error:  # of the hub's library and of those below it

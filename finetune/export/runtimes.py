@@ -36,8 +36,11 @@ class ServingRuntime(NamedTuple):
     """Returns the digests of the folder's files in test vectors; empty for converted weights."""
 
     def bound(self, vectors: Vectors, folder: Path) -> float:
-        """Return the largest relative difference of a position's logits that counts as equal."""
-        return self.arithmetic_bound(folder) + (vectors.merge_bound if self.is_merged else 0.0)
+        """Return the largest relative difference of a position's logits that counts as equal.
+
+        The rounding of a merge explains twice what was measured of it.
+        """
+        return self.arithmetic_bound(folder) + (2 * vectors.rounding if self.is_merged else 0.0)
 
 
 def _fp32_bound(folder: Path) -> float:

@@ -195,7 +195,8 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
     conversations = [vector for vector in vectors.vectors if vector.turns is not None and vectors.has_template]
     served_rows, known_rows = list[torch.Tensor](), list[torch.Tensor]()
     differences, answers, near_ties = [], [], 0
-    for vector, expected in vectors.with_logits():
+    known_by_vector = torch.split(vectors.logits, [len(vector.positions) for vector in vectors.vectors])
+    for vector, expected in zip(vectors.vectors, known_by_vector, strict=True):
         logits, tokens = served.logits(vector.token_ids, vector.positions).float().cpu(), None
         shape = [len(vector.positions), expected.shape[1]]
         if list(logits.shape) != shape:

@@ -22,12 +22,13 @@ from finetune.export.gguf import Gguf, export_model
 from finetune.export.gguf_served import MOST_TOKENS, QUANTIZED
 from finetune.export.merge import write_merged
 from finetune.export.onnx import export_onnx
-from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
+from finetune.export.out_folder import nearest_parent, new_folder, refuse_taken
 from finetune.export.runtimes import runtime_of
 from finetune.export.vectors import CERTIFICATE, LOGITS_FILE, VECTORS_FILE, read_vectors, write_vectors
 from finetune.export.verifying import summarize_mismatches, verify_folder
 from finetune.inference.evaluation import Dialogues
 from finetune.inference.finished_run import FinishedRun
+from finetune.limits import read_chunks
 from finetune.logs import waiting
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import MANIFEST
@@ -235,8 +236,7 @@ def _keep(folder: Path, out: Path, size: int, note: str) -> list[str]:
                 card = path.read_text(encoding="utf-8").replace(vectors.sha256, digest)
                 writer.write(path.name, [card.encode()])
             elif path.name not in (MANIFEST, CERTIFICATE, VECTORS_FILE, LOGITS_FILE):
-                with path.open("rb") as file:
-                    writer.write(path.name, read_on(file))
+                writer.write(path.name, read_chunks(path))
     verified = verify_folder(out)
     write_certificate(out / CERTIFICATE, verified)
     return verified.mismatches

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.config.config_files import SHIPPED_PREFIX, is_address, is_list_or_glob
-from finetune.config.schema import as_list
+from finetune.config.schema import Config, as_list
 from finetune.data.values import quote
 from finetune.errors import ConfigError
 from finetune.export.model_card import hub_id
 from finetune.inference.opening import usual_opening
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 _log = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ class Upgrade:
         return {name: as_json(value) for name, value in asdict(self).items()}
 
 
-def compare_environments(path: Path, python: str, plan: StepPlan, settings: Sequence[str] = ()) -> Upgrade:
+def compare_environments(path: Path, python: str, plan: StepPlan, settings: Sequence[str]) -> Upgrade:
     """Compute some recorded steps of a finished run, and the answers of its model, here and with another Python.
 
     The environment of `python` has this version of finetune. An empty plan is a few steps after the start and after

@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,16 +196,6 @@ class Vectors:
     """The version of finetune."""
     sha256: str = ""
     """The digest of test_vectors.json, which holds the digest of the logits; empty before the file is written."""
-
-    @property
-    def merge_bound(self) -> float:
-        """The relative difference of logits that the rounding of the merge explains: twice what was measured."""
-        return 2 * self.rounding
-
-    def with_logits(self) -> Iterator[tuple[Vector, torch.Tensor]]:
-        """Yield each prompt with its rows of the logits, (positions, vocabulary)."""
-        rows = torch.split(self.logits, [len(vector.positions) for vector in self.vectors])
-        return zip(self.vectors, rows, strict=True)
 
 
 def conversation_vectors(tokenizer: Any, system: str | None = None) -> list[Vector]:

@@ -20,7 +20,7 @@ from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import Verified
 from finetune.export.compressed_folder import scheme_of
 from finetune.export.merge import load_tuned_model
-from finetune.export.merge_effect import is_trained_in_4_bits, measure_merge
+from finetune.export.merge_effect import measure_merge
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.runtimes import ServingRuntime, load_peft, load_transformers, runtime_of
 from finetune.export.served_comparison import Check, ServedComparison, ServedModel, check_digests, compare
@@ -129,7 +129,7 @@ def verify_run(
             0, "no intact checkpoint holds another copy of these weights, so their bytes were compared with nothing"
         )
     source = str(vectors or "the forward pass that trained it")
-    effect = measure_merge(run) if is_trained_in_4_bits(run) and vllm is None else None
+    effect = measure_merge(run) if run.config.is_quantized and vllm is None else None
     notes += [] if effect is None else effect.sentences()
     return Verified(
         folder=run.weights, source=source, vectors=known, comparison=comparison, notes=tuple(notes), merge_effect=effect

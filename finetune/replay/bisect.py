@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.config.keys import on_resume, values
 from finetune.config.run_config import config_from_record
+from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, first_line
 from finetune.replay.causes import Cause, ComparedSide, cause_in_facts, cause_in_key, cause_in_steps, first_divergence
 from finetune.replay.steps import LOSS_BOUNDS, StepPlan, replay_config
@@ -21,9 +22,6 @@ from finetune.runs.metrics import as_json
 from finetune.runs.recorded_run import RecordedRun, open_run
 from finetune.runs.verification import whole_checkpoints
 from finetune.terminal import without_passwords
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 _NOT_IN_STEPS = ("parallel", "validation", "testing", "early_stopping", "checkpoint")
 """Sections that no training step reads."""
@@ -73,7 +71,7 @@ class Bisection:
         return {name: as_json(value) for name, value in {"a": a, "b": b, **record}.items()}
 
 
-def bisect_runs(first: Path, second: Path, settings: Sequence[str] = ()) -> Bisection:
+def bisect_runs(first: Path, second: Path, settings: Sequence[str]) -> Bisection:
     """Compare two runs by their recorded losses, and find the cause of the first difference.
 
     If no setting differs that a step reads, the recorded facts name the cause. Otherwise the steps are computed again,
@@ -118,7 +116,7 @@ def bisect_runs(first: Path, second: Path, settings: Sequence[str] = ()) -> Bise
     return result.explained(cause or Cause("computation", "", text), diff, *again, notes=notes)
 
 
-def bisect_overrides(path: Path, overrides: Sequence[str], plan: StepPlan, settings: Sequence[str] = ()) -> Bisection:
+def bisect_overrides(path: Path, overrides: Sequence[str], plan: StepPlan, settings: Sequence[str]) -> Bisection:
     """Compare a run with the same run under overrides. Both are computed here, by default the first steps.
 
     The settings, as `key=value`, change the configuration of both.
@@ -136,7 +134,7 @@ def bisect_overrides(path: Path, overrides: Sequence[str], plan: StepPlan, setti
     return result if result.step is None else _explain_settings(result, a, b, [run])
 
 
-def bisect_environment(path: Path, python: str | None, plan: StepPlan, settings: Sequence[str] = ()) -> Bisection:
+def bisect_environment(path: Path, python: str | None, plan: StepPlan, settings: Sequence[str]) -> Bisection:
     """Compare what a run recorded with what this environment computes, or this environment with another Python.
 
     See `compute_in_both` for the arguments and errors.
@@ -151,7 +149,7 @@ def bisect_environment(path: Path, python: str | None, plan: StepPlan, settings:
 
 
 def compute_in_both(
-    path: Path, python: str | None, plan: StepPlan, settings: Sequence[str] = ()
+    path: Path, python: str | None, plan: StepPlan, settings: Sequence[str]
 ) -> tuple[ComparedSide, ComparedSide]:
     """Compute recorded steps of a run here and with another Python; without one, return the recorded and those here.
 

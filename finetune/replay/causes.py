@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from finetune.config.config_files import local_path
 from finetune.config.keys import on_resume, values
+from finetune.config.schema import Config
 from finetune.data.encoded import EncodedExamples
 from finetune.data.row_file import map_rows
 from finetune.errors import FinetuneError
@@ -22,10 +23,6 @@ from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.row_comparison import compare_renderings
 from finetune.training.checks import named_splits
 from finetune.training.objective import encode_for_objective
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
-
 
 _NUM_SHOWN = 8
 """Tokens to show from the first that differs."""

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from finetune.config.run_config import load_run_config
-from finetune.config.schema import ParallelSection
+from finetune.config.schema import Config, ParallelSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.batches import TrainLoader
 from finetune.distributed.launch import launch
@@ -25,7 +27,7 @@ from finetune.runs.checkpoint_loading import load_checkpoint
 from finetune.runs.comparison import loss_difference
 from finetune.runs.model_files import load_model
 from finetune.runs.record import read_run_record
-from finetune.runs.recorded_run import RecordedRun, finite, text, whole
+from finetune.runs.recorded_run import RecordedRun, finite, whole
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
@@ -38,11 +40,6 @@ from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from finetune.training.validation import LOSS
 from finetune.units import counted
-
-if TYPE_CHECKING:
-    import torch
-
-    from finetune.config.schema import Config
 
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """The largest `loss_difference` of equal losses: promise 1, and for 16 bits the spacing of the type's numbers at 1."""
@@ -175,7 +172,7 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
     notes = []
     if len(chosen) < num_steps:
         notes.append(f"{counted(num_steps, 'step')} asked for, but only {len(chosen)} are recorded")
-    recorded_device = text(run.record.get("device"))
+    recorded_device = run.record.get("device")
     if recorded_device != device:
         other = recorded_device or "a device that run.json does not name"
         notes.append(f"the run computed on {other}, and kernels of {device} may differ by more than the bound")
@@ -230,7 +227,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
             f"{path} is not the folder of a run: it has no config.yaml. Name one, like runs/quickstart."
         )
     if changes := run.entries("resume_changes"):
-        keys = sorted({str(change.get("key")) for change in changes if isinstance(change, dict)})
+        keys = sorted({str(change.get("key")) for change in changes})
         raise CheckpointError(
             f"{path} cannot be replayed: it was resumed with other values of {', '.join(keys)}, so that no one "
             "configuration describes all of its steps."
@@ -246,7 +243,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     if (memory := MemoryChoice.from_record(run.part("memory"), config)) is not None:
         config = memory.resolve(config)
     chosen: dict[str, object] = {
-        "training.precision": text(run.record.get("precision")) or config.training.precision,
+        "training.precision": run.record.get("precision") or config.training.precision,
         "training.global_batch_size": _global_batch_size(run, config),
         "training.report_to": [],
         "training.profile": 0,
@@ -286,7 +283,7 @@ def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
 
 
 def _refuse_other_device(run: RecordedRun, config: Config, device_type: str) -> None:
-    recorded = text(run.record.get("device"))
+    recorded = run.record.get("device")
     if recorded is not None and recorded != device_type and config.masks_follow_microbatches:
         raise ConfigError(
             f"{run.folder.path} drops tokens by random masks, which {recorded} draws differently from {device_type}. "

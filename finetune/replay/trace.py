@@ -17,18 +17,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from finetune.config.schema import Config
 from finetune.errors import ConfigError, FinetuneError, last_line
 from finetune.replay.steps import StepPlan, open_replay, replay_config
 from finetune.runs.metrics import as_json
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.tensors import digest_tensor
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 FIELDS = ("num_targets", "num_tokens", "loss", "grad_norm", "learning_rate")
 """The compared values of a step, in the order in which they are computed."""
@@ -68,7 +66,7 @@ def recorded_trace(run: RecordedRun) -> Trace:
     return Trace(steps, run.record)
 
 
-def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path | None = None) -> Trace:
+def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path | None) -> Trace:
     """Compute steps in this process. Nothing in the run's folder is changed.
 
     An empty plan means at most `NUM_REPLAYED_STEPS` of the recorded steps. For the other arguments, see `open_replay`.
@@ -94,7 +92,7 @@ def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path |
     return Trace(steps, {**record, "versions": {**versions, **record["versions"]}}, plan, weights, trained)
 
 
-def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: Sequence[str] = ()) -> Trace:
+def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: Sequence[str]) -> Trace:
     """Compute steps by another Python, in a process of its own. The settings change the run's configuration.
 
     Raises:

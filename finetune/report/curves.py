@@ -283,15 +283,13 @@ def _subsets(runs: Sequence[RecordedRun], unit: str) -> Iterator[Chart]:
     for index, metric in enumerate(dict.fromkeys(name.partition("/")[0] for name in names)):
         subsets = [name.partition("/")[2] for name in names if name.partition("/")[0] == metric]
         curves = [
-            Curve(
-                name=visible(subset) if len(runs) == 1 else f"{run.name}: {visible(subset)}",
-                run=place,
-                hue=(number if len(runs) == 1 else place) % COLOURS,
-                points=run.points("validation", subset_key(metric, subset)),
-                errors=dict(finite(run.points("validation", subset_key("standard_error", subset))))
-                if metric == "loss"
-                else {},
-                is_measured=True,
+            _validated(
+                run,
+                place,
+                visible(subset) if len(runs) == 1 else f"{run.name}: {visible(subset)}",
+                (number if len(runs) == 1 else place) % COLOURS,
+                subset_key(metric, subset),
+                error=subset_key("standard_error", subset) if metric == "loss" else "",
             )
             for place, run in enumerate(runs)
             for number, subset in enumerate(subsets)
@@ -320,17 +318,15 @@ def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
         name = "" if is_alone else f"{run.name}: "
         hue = 0 if is_alone else index % COLOURS
         yield from _raw_and_smoothed(run.points("step", "loss"), f"{name}training", index, hue)
-        validation = run.points("validation", "loss")
-        if validation:
-            errors = dict(finite(run.points("validation", "standard_error")))
-            yield Curve(
-                name=f"{name}validation",
-                run=index,
-                hue=1 if is_alone else hue,
-                points=validation,
-                errors=errors,
-                is_measured=True,
-            )
+        if run.points("validation", "loss"):
+            hue = 1 if is_alone else hue
+            yield _validated(run, index, f"{name}validation", hue, "loss", error="standard_error")
+
+
+def _validated(run: RecordedRun, index: int, name: str, hue: int, metric: str, *, error: str) -> Curve:
+    """Return the curve of a metric of validations. `error` names its standard error; empty for none."""
+    points, errors = run.points("validation", metric), dict(finite(run.points("validation", error)))
+    return Curve(name=name, run=index, hue=hue, points=points, errors=errors, is_measured=True)
 
 
 def _raw_and_smoothed(points: Points, name: str, run: int, hue: int) -> Iterator[Curve]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.config.run_config import load_run_config
@@ -27,17 +27,17 @@ class PreviewedData:
 
     labels: list[str]
     """The names of the runs."""
-    source: str
-    read_as: list[str]
+    source: str = ""
+    read_as: list[str] = field(default_factory=list)
     """The format of the rows, the columns that are read and not read, and the rows that were left out."""
-    splits: dict[str, SplitSummary]
-    row: list[Span]
-    row_place: str
-    findings: list[str]
+    splits: dict[str, SplitSummary] = field(default_factory=dict)
+    row: list[Span] = field(default_factory=list)
+    row_place: str = ""
+    findings: list[str] = field(default_factory=list)
     files: list[str]
     """What run.json says of the rows of each file."""
     why_not: str = ""
-    """The reason if the data could not be read; all else is then empty."""
+    """The reason if the data could not be read."""
 
 
 def preview_data_of(runs: Sequence[RecordedRun]) -> list[PreviewedData]:
@@ -63,17 +63,7 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
     except Exception as error:  # the page is useful even if the run's data cannot be read
         reason = f"{type(error).__name__}: {error}"
     _log.warning("%s: its data could not be read again: %s", labels[0], reason)
-    return PreviewedData(
-        labels=labels,
-        source="",
-        read_as=[],
-        splits={},
-        row=[],
-        row_place="",
-        findings=[],
-        files=_recorded_counts(runs[0]),
-        why_not=reason,
-    )
+    return PreviewedData(labels=labels, files=_recorded_counts(runs[0]), why_not=reason)
 
 
 def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:

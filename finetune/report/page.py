@@ -152,14 +152,14 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
         "has_config": run.config is not None,
         "changed": setting_rows(run),
-        "fallbacks": [mapping(entry) for entry in run.entries("fallbacks")],
-        "resume_changes": [mapping(entry) for entry in run.entries("resume_changes")],
-        "has_scores": bool(summary.base or summary.tuned),
+        "fallbacks": run.entries("fallbacks"),
+        "resume_changes": run.entries("resume_changes"),
+        "has_scores": bool(summary["base"] or summary["tuned"]),
         "answers": _answers(run),
         "verdict": _verdict(run),
         "rollouts": _rollouts(run),
         "checkpoints": _checkpoints(run),
-        "versions": {str(name): str(value) for name, value in run.part("versions").items()},
+        "versions": run.part("versions"),
         "facts": _facts(run),
     }
 
@@ -167,11 +167,11 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
 def _facts(run: RecordedRun) -> dict[str, str]:
     names = ("launcher", "processes_started", "backend", "git_commit", "finished")
     facts = {name.replace("_", " "): str(run.record[name]) for name in names if run.record.get(name) is not None}
-    starts = [str(start) for start in run.entries("starts")]
     batch = {name.replace("_", " "): str(value) for name, value in run.part("global_batch").items()}
     profile = {"profile": str(run.part("profile")["summary"])} if run.part("profile").get("summary") else {}
     prints = run.part("fingerprints")
-    digests = {f"digest of {name}": str(value)[:_DIGITS] for name, value in prints.items()}
+    digests = {f"digest of {name}": value[:_DIGITS] for name, value in prints.items()}
+    starts = run.entries("starts")
     return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **profile, **digests}
 
 

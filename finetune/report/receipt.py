@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError, RequirementError
 from finetune.limits import read_regular
 from finetune.model.published import published_sizes
@@ -43,7 +44,7 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
             "objective": config.training.objective,
             "method": config.training.method,
             "config_sha256": prints.get("config", NOT_KNOWN),
-            **_computation(run),
+            **_computation(run, config),
         },
         "time": {
             "starts": run.entries("starts"),
@@ -56,7 +57,7 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
         "git_commit": run.record.get("git_commit") or NOT_KNOWN,
         "fallbacks": [
             f"{fact['what']}: {fact['used']} instead of {fact['wanted']}, because {fact['why']}"
-            for fact in map(mapping, run.entries("fallbacks"))
+            for fact in run.entries("fallbacks")
             if {"what", "used", "wanted", "why"} <= fact.keys()
         ],
         "certificate": _certificate(weights),
@@ -74,7 +75,7 @@ def _rows(run: RecordedRun) -> dict[str, Any]:
     return {"distinct": len(digests), "root_sha256": root}
 
 
-def _computation(run: RecordedRun) -> dict[str, Any]:
+def _computation(run: RecordedRun, config: Config) -> dict[str, Any]:
     """Count the operations of all steps, and compare them with the pretraining of a published base.
 
     A token costs two operations for each parameter in the forward pass, two for the gradients of activations, and two
@@ -86,12 +87,12 @@ def _computation(run: RecordedRun) -> dict[str, Any]:
     computed = sum(number_in(step, "num_computed") or number_in(step, "num_tokens") or 0 for step in steps)
     counts = run.part("parameters")
     trained, total = counts.get("trained"), counts.get("all")
-    published = published_sizes(run.config.model) if run.config is not None else None
+    published = published_sizes(config.model)
     operations = pretraining = None
     if isinstance(trained, int) and isinstance(total, int):
         operations = (4 * total + 2 * trained) * computed
-        if run.config is not None and published is not None and published.pretraining_tokens is not None:
-            base = total - trained if run.config.training.method == "lora" else total
+        if published is not None and published.pretraining_tokens is not None:
+            base = total - trained if config.training.method == "lora" else total
             pretraining = 6 * base * published.pretraining_tokens
     return {
         "steps": len(steps),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import datetime
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any
 
 from finetune.runs.comparison import compare_runs
 from finetune.runs.metrics import sign_of
@@ -21,31 +21,6 @@ _NOT_COMPLETED = {
     "preempted": "It was preempted and saved a checkpoint",
 }
 _LONGEST_REASON = 300
-
-
-class Summary(NamedTuple):
-    """The values of one run that the page shows first. None if the run did not record them."""
-
-    steps: str
-    """Optimizer steps: `375`, or `120 of 375`."""
-    best_validation: tuple[int, float] | None
-    """Step and value of the lowest validation loss."""
-    first_loss: float | None
-    last_loss: float | None
-    """The training loss of the first step and of the last one."""
-    base: dict[str, float]
-    tuned: dict[str, float]
-    """The scores on the tested split, by name."""
-    tested_split: str
-    rows_of_test_loss: str
-    """`4 of 5 rows` if the test loss leaves rows out, else empty."""
-    epoch: int | None
-    tokens: float
-    tokens_per_second: float | None
-    """The median over the steps."""
-    time: str
-    """The time from the last start to the end. Empty if it is not known."""
-    processes: int | None
 
 
 def second_line(runs: Sequence[RecordedRun]) -> str:
@@ -65,27 +40,25 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
     return f"Their settings differ in {names}." if changed else "Their settings are the same."
 
 
-def summarize_run(run: RecordedRun) -> Summary:
-    """Collect the values that the page shows first."""
+def summarize_run(run: RecordedRun) -> dict[str, Any]:
+    """Collect the values that the page shows first. None or an empty text if the run did not record them."""
     losses = finite(run.points("step", "loss"))
     epochs = finite(run.points("step", "epoch"))
     speeds = [value for _, value in finite(run.points("step", "tokens_per_second"))]
-    world_size = run.record.get("world_size")
-    return Summary(
-        steps=_count(run),
-        best_validation=run.best_validation,
-        first_loss=losses[0][1] if losses else None,
-        last_loss=losses[-1][1] if losses else None,
-        base=run.scores().get("base", {}),
-        tuned=run.scores().get("tuned", {}),
-        tested_split=run.tested_split,
-        rows_of_test_loss=run.rows_of_test_loss,
-        epoch=int(epochs[-1][1]) + 1 if epochs else None,
-        tokens=run.num_tokens,
-        tokens_per_second=statistics.median(speeds) if speeds else None,
-        time=_took(run),
-        processes=world_size if type(world_size) is int else None,
-    )
+    return {
+        "steps": _count(run),
+        "best_validation": run.best_validation,
+        "first_loss": losses[0][1] if losses else None,
+        "last_loss": losses[-1][1] if losses else None,
+        "base": run.scores().get("base", {}),
+        "tuned": run.scores().get("tuned", {}),
+        "tested_split": run.tested_split,
+        "epoch": int(epochs[-1][1]) + 1 if epochs else None,
+        "tokens": run.num_tokens,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "time": _took(run),
+        "processes": run.record.get("world_size"),
+    }
 
 
 def best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.limits import open_regular
+from finetune.limits import read_chunks
 from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run, read_manifest, remove_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer
@@ -32,7 +32,6 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_COPY_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -206,7 +205,7 @@ def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTo
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(damage)}.")
     manifest = read_manifest(checkpoint)
     names = sorted(manifest.keys() - {OPTIMIZER_FILE, STATE_FILE})
-    files: dict[str, Chunks] = {name: _read_chunks(checkpoint / name) for name in names}
+    files: dict[str, Chunks] = {name: read_chunks(checkpoint / name) for name in names}
     if tokenizer is not None and not manifest.keys() & set(TOKENIZER_FILES):
         files |= encode_tokenizer(tokenizer)
     commit_files(folder.adapter, files, doing="Publishing", expected=manifest)
@@ -236,9 +235,3 @@ def commit_files(
             entry = writer.write(name, content)
             if expected and name in expected and entry != expected[name]:
                 raise CheckpointError(f"{name} has changed since it was saved (SHA-256 differs); {path} is as it was.")
-
-
-def _read_chunks(path: Path) -> Iterator[bytes]:
-    with open_regular(path) as file:
-        while chunk := file.read(_COPY_BYTES):
-            yield chunk

@@ -6,23 +6,18 @@ import logging
 import os
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.config.keys import on_resume, values
-from finetune.config.resume_effects import effects_that_count, is_allowed
 from finetune.config.run_paths import recorded_paths
 from finetune.config.saved import is_same_path
-from finetune.config.schema import SCRIPT_PREFIX
+from finetune.config.schema import SCRIPT_PREFIX, Config
 from finetune.errors import CheckpointError
-from finetune.runs.comparison import differing
+from finetune.runs.comparison import differing, effects_that_count, is_allowed
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 _log = logging.getLogger(__name__)
 

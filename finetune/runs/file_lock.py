@@ -15,9 +15,10 @@ import os
 import socket
 import time
 import weakref
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from finetune.limits import open_regular, read_regular
 from finetune.signals import after_fork_in_child
@@ -36,7 +37,7 @@ _LOCKED_BYTE = 1 << 30
 _log = logging.getLogger(__name__)
 
 
-class FileLock:
+class FileLock(AbstractContextManager["FileLock"]):
     """A held lock. The end of its `with` block, or `release`, releases it and removes its file.
 
     On Windows, which removes no open file, the file stays.
@@ -72,9 +73,6 @@ class FileLock:
             os.close(self._descriptor)
         self._descriptor = None
         _held.discard(self)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -41,7 +41,7 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The paths of a run. The constructor touches nothing; `open` does, and only the main process calls it.
 
     Example:
@@ -267,9 +267,6 @@ class RunFolder:
             # On a disk that became read-only the lock's file stays, but the kernel's lock is released.
             self._lock.forget()
         self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

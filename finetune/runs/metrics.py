@@ -9,11 +9,11 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from finetune.limits import open_regular
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replacing
@@ -33,7 +33,7 @@ FORGOTTEN = "forgotten"
 _log = logging.getLogger(__name__)
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Append events to metrics.jsonl, one JSON object per line, without buffering.
 
     JSON cannot express numbers that are not finite. They are written as the strings "NaN", "Infinity" and
@@ -108,9 +108,6 @@ class MetricsWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

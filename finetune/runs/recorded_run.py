@@ -5,29 +5,27 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from finetune.config.compose import compose
 from finetune.config.config_files import SAVED_CONFIG
 from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
 from finetune.limits import read_regular
-from finetune.runs.durable import describe_os_error
+from finetune.runs.durable import MANIFEST, describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Event, number_in, sign_of, step_of
 from finetune.runs.metrics_reader import Detail, EventsRead, read_events
 from finetune.runs.record import Status, read_run_record
-from finetune.runs.saved_folders import SavedFolder, examine_folder
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
-
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
 
 Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
@@ -39,6 +37,21 @@ LATEST = "latest"
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
 _SCORES = ("exact_match", "json_valid", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedFolder:
+    """One folder with a manifest: a checkpoint, or `adapter/` or `base/`, which have no step."""
+
+    name: str
+    step: int | None
+    validation_loss: float | None
+    """The validation loss after that step, in nats per target token; None if it was not measured or is not finite."""
+    num_bytes: int
+    saved: str
+    """The time when its manifest was written, in UTC, ISO 8601."""
+    problems: list[str]
+    """A line for each damaged file; empty if all bytes are as they were written."""
 
 
 class RecordedRun:
@@ -187,7 +200,8 @@ class RecordedRun:
     @property
     def why(self) -> str | None:
         """The reason that the run failed, stopped or cannot be read, if it is known."""
-        return text(self.why_unreadable or self.note.get("why") or self.result.get("why") or self.result.get("error"))
+        why = self.why_unreadable or self.note.get("why") or self.result.get("why") or self.result.get("error")
+        return why if isinstance(why, str) else None
 
     @property
     def num_steps(self) -> int | None:
@@ -340,6 +354,27 @@ class RecordedRun:
         return path
 
 
+def examine_folder(
+    path: Path, verify: Callable[[Path], list[str]], *, step: int | None = None, validation_loss: float | None = None
+) -> SavedFolder | None:
+    """Examine a folder; None if it does not exist, since a run in progress may have removed an old checkpoint."""
+    try:
+        files = [file.lstat() for file in path.iterdir() if file.is_file() and not file.is_symlink()]
+        problems = verify(path)
+        manifest = path / MANIFEST
+        written = (manifest if manifest.exists() else path).lstat().st_mtime
+    except FileNotFoundError:
+        return None
+    return SavedFolder(
+        name=path.name,
+        step=step,
+        validation_loss=validation_loss,
+        num_bytes=sum(file.st_size for file in files),
+        saved=datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
+        problems=problems,
+    )
+
+
 def open_run(path: Path, name: str | None = None, *, detail: Detail = "all") -> RecordedRun:
     """Open the run in a folder, see `RecordedRun`. A run that has just started may have only its lock.
 
@@ -435,8 +470,3 @@ def mapping(value: object) -> dict[str, Any]:
 def whole(value: object) -> int | None:
     """Return the value if it is an integer, else None."""
     return value if type(value) is int else None
-
-
-def text(value: object) -> str | None:
-    """Return the value if it is text, else None."""
-    return value if isinstance(value, str) else None

@@ -16,13 +16,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import on_resume, values
-from finetune.config.resume_effects import effects_that_count, is_allowed
 from finetune.config.run_config import config_from_record
 from finetune.config.run_paths import recorded_paths
 from finetune.config.saved import is_same_path
 from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError
-from finetune.runs.comparison import differing
+from finetune.runs.comparison import differing, effects_that_count, is_allowed
 from finetune.runs.record import SPLITS, digest_of
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state

@@ -23,7 +23,7 @@ from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import merge as merging
 from finetune.export import out_folder
 from finetune.export.merge import load_tuned_model, write_merged
-from finetune.export.model_card import adapter_card, hub_base
+from finetune.export.model_card import fill_card, hub_base
 from finetune.export.out_folder import new_folder
 from finetune.export.vectors import Vector
 from finetune.export.verifying import verify_folder
@@ -175,19 +175,19 @@ def test_a_system_turn_that_rows_do_not_have_is_not_added(run, tmp_path):
 def test_a_card_has_the_settings_of_an_objective_where_it_was_used(tmp_path, words, parts):
     for objective in ("sft", words[0]):
         run = write_run(tmp_path / objective, words=(f"training.objective={objective}", *words[1:]))
-        card = adapter_card(run, "owner/base")
+        card = fill_card(run, "owner/base")
         assert [part in card for part in parts] == [objective != "sft"] * len(parts)
 
 
 def test_relative_paths_of_the_training_are_no_hub_ids_elsewhere_and_others_are_left_out_of_the_card(tmp_path):
     sources = f"data.mixture=[{{path: {tmp_path}/rows.jsonl, weight: 2}}, {{path: owner/chats}}]"
-    card = adapter_card(write_run(tmp_path / "mixture", words=("data.path=null", sources)), "owner/base")
+    card = fill_card(write_run(tmp_path / "mixture", words=("data.path=null", sources)), "owner/base")
     assert str(tmp_path) not in card
     assert "| data | rows.jsonl, owner/chats |" in card
     assert "  mixture:\n  - weight: 2\n  - path: owner/chats\n" in card
     run = write_run(tmp_path / "run", words=("model.path=models/phi", "data.path=data/train.jsonl.gz"))
     assert hub_base(run) is None
-    card = adapter_card(run, "owner/base")
+    card = fill_card(run, "owner/base")
     assert "datasets:" not in card
     assert "| data | train.jsonl.gz |" in card
 
