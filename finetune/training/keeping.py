@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
-    from finetune.runs.state import TrainerState
     from finetune.training.objective import Setup
     from finetune.training.reporting.journal import Journal
 
@@ -236,18 +235,6 @@ def encode_measured_prompts(config: Config, model: Any, tokenizer: PreTrainedTok
                 f"an answer. Shorten it, or name other prompts in {key}."
             )
     return encoded
-
-
-def warn_of_forgetting(config: Config, state: TrainerState) -> None:
-    """Say why `early_stopping.max_forgotten` ended the run, and what `adapter/` will hold."""
-    holds = "the best weights before it"
-    if state.best_step is None:
-        holds = "these weights, since no validation was within it. Lower optim.learning_rate, or set data.keep=5%"
-    _log.warning(
-        "training ended: after step %d the model diverges from its base by %.3f nats per token, and "
-        "early_stopping.max_forgotten is %s; adapter/ holds %s",
-        *(state.step, state.forgotten, config.early_stopping.max_forgotten, holds),
-    )
 
 
 def _is_size(text: str) -> bool:

@@ -49,6 +49,7 @@ class TrainingRun:
     Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
 
     Attributes:
+        cadence: when the run validates, saves and ends.
         epoch: the current or last epoch, counted from 0.
         loss_scale: for the next step, in fp16; None in other precisions.
         last_loss: of the last step that was not skipped, in nats per target token; nan before it.
@@ -69,6 +70,7 @@ class TrainingRun:
         loss_scale: LossScale | None,
     ) -> None:
         self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks)
+        self.cadence = cadence
         self.epoch = 0
         self.loss_scale = loss_scale
         self.last_loss = math.nan
@@ -79,7 +81,6 @@ class TrainingRun:
         self._config = setup.config
         self._compute = setup.loss(BY_DEVICE)
         self._optimizer = optimizer
-        self._cadence = cadence
         self._train_loader = train_loader
         self._val_loader = val_loader
         self._step_callbacks = step_callbacks
@@ -241,7 +242,7 @@ class TrainingRun:
 
     def _log_disk_need(self, state: TrainerState, journal: Journal) -> None:
         keep, has_best = self._config.checkpoint.save_total_limit, self._setup.splits.validation is not None
-        log_disk_need(journal.folder, self._snapshot(state), self._cadence, keep=keep, has_best=has_best)
+        log_disk_need(journal.folder, self._snapshot(state), self.cadence, keep=keep, has_best=has_best)
 
     def agree_to_stop(self, reason: Value) -> Value:
         """Return rank 0's argument on every rank."""
@@ -258,7 +259,7 @@ class TrainingRun:
                 self._setup.model,
                 self._optimizer,
                 microbatches,
-                StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=loss_scale),
+                StepSettings.of(self._config, step, self.cadence.num_steps, loss_scale=loss_scale),
                 compute=self._compute,
                 may_be_too_large=may_be_too_large,
                 graphs=self._graphs,

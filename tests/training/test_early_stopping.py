@@ -1,9 +1,12 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from finetune.config.compose import compose
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import StopRules
+from finetune.training.early_end import record_early_end
 from finetune.training.loop import early_stop
 from finetune.training.validation import Criteria, Validated, after_validation
 
@@ -39,3 +42,44 @@ def test_a_loss_that_is_no_number_is_no_improvement(loss):
 
 def test_without_patience_nothing_stops():
     assert not any(after([1.0] * 50, patience=None)[1])
+
+
+def ended(reason, *words, state, num_steps=12, has_trained=True):
+    """What is logged and recorded at the end of training."""
+    journal = SimpleNamespace(result={})
+    record_early_end(journal, compose(words, complete=False), state, reason, num_steps, has_trained)
+    return journal.result.get("ended_early")
+
+
+def test_a_run_that_patience_ended_says_so_and_how_it_goes_on(caplog):
+    state, words = (
+        after([3.0, 2.9, 2.8], min_delta=0.5)[0],
+        ["early_stopping.patience=2", "early_stopping.min_delta=0.5"],
+    )
+    said = ended("no improvement", *words, state=state)
+    assert said["reason"] == "no improvement"
+    assert said["sentence"] == (
+        "training ended after step 3 of 12: loss did not improve by more than 0.5 in the last 2 validations "
+        "(early_stopping.patience is 2). To train further, resume with early_stopping.patience=3 or more."
+    )
+    assert caplog.messages == [said["sentence"]]
+    again = ended("no improvement", *words, state=state, has_trained=False)
+    assert again["sentence"].startswith("no step was trained: training had ended after step 3 of 12: loss did not")
+
+
+def test_a_run_that_a_callback_ended_says_so():
+    said = ended("stopped", state=TrainerState(step=4))
+    assert (
+        said["sentence"]
+        == 'training ended after step 4 of 12: a callback returned "stop". This run cannot train further.'
+    )
+
+
+def test_only_forgetting_counts_as_an_early_end_after_the_last_step():
+    state = TrainerState(step=12, forgotten=0.2, validations_without_improvement=2)
+    assert ended("no improvement", "early_stopping.patience=2", state=state) is None
+    said = ended("forgot too much", "early_stopping.max_forgotten=0.1", state=state)
+    assert (
+        "by 0.200 nats per token, and early_stopping.max_forgotten is 0.1; adapter/ holds these weights"
+        in said["sentence"]
+    )

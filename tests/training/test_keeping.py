@@ -154,8 +154,10 @@ def test_a_run_that_forgets_too_much_ends_and_keeps_the_best_weights_within_the_
     assert (tight / "adapter/adapter_model.safetensors").read_bytes() == (
         (tight / "checkpoints/step-000002/adapter_model.safetensors").read_bytes()
     )
-    before = losses(tight)
+    before, said = losses(tight), result["ended_early"]
+    assert said["sentence"].startswith("training ended after step 4 of 8: the model diverges from its base by ")
     run("tight", *words, "resume=auto")  # is over
+    assert "no step was trained: training had ended after step 4 of 8" in (tight / "log.txt").read_text()
     assert losses(tight) == before
     shutil.rmtree(tight / "checkpoints/step-000004")
     run("tight", *words, "resume=auto")
