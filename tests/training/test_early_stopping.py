@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.cadence import StopRules
 from finetune.training.early_end import record_early_end
 from finetune.training.loop import early_stop
+from finetune.training.resume import without_other_criteria
 from finetune.training.validation import Criteria, Validated, after_validation
 
 
@@ -27,11 +29,21 @@ def test_patience_counts_validations_in_a_row_that_are_no_better():
     assert (state.best_loss, state.best_step, state.validations_without_improvement) == (2.0, 3, 2)
 
 
-def test_less_than_min_delta_is_no_improvement():
-    state, stops = after([3.0, 2.95, 2.91], min_delta=0.1)
-    assert (state.best_loss, stops) == (3.0, [False, False, True])
-    assert after([3.0, 2.85], min_delta=0.1)[0].best_loss == 2.85
+def test_min_delta_counts_for_patience_and_not_for_the_best_weights():
+    state, stops = after([3.0, 2.95, 2.91, 2.92], min_delta=0.1)
+    assert (state.stopping_merit, stops) == (-3.0, [False, False, True, True])
+    assert (state.best_loss, state.best_step) == (2.91, 3)
+    assert after([3.0, 2.95, 2.89], min_delta=0.1)[1] == [False, False, False]
     assert after([3.0], min_delta=5.0)[0].best_step == 1
+
+
+def test_patience_goes_on_with_the_value_that_an_older_checkpoint_kept_for_both():
+    criteria = Criteria(min_delta=0.1)
+    older = replace(after([3.0, 2.95], min_delta=0.1)[0], best_loss=3.0, best_step=1, stopping_merit=None)
+    state = without_other_criteria(older, criteria)
+    assert (state.stopping_merit, state.validations_without_improvement) == (-3.0, 1)
+    state = after_validation(replace(state, step=3), Validated(2.91), criteria)
+    assert (state.best_step, state.validations_without_improvement) == (3, 2)
 
 
 @pytest.mark.parametrize("loss", [math.nan, -math.inf])
