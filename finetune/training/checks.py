@@ -245,6 +245,7 @@ class UpdateWatch:
             if any(part.weight.requires_grad for part in getattr(module, "lora_B", {}).values())
         }
         self._highest_rate = 0.0
+        self._checked_step = NUM_STEPS
         starts_at_zero = config.lora.init == "default" and config.lora.start_from is None
         # On the CPU, so that memory on the device is as forecast.
         self._at_start = {
@@ -252,8 +253,10 @@ class UpdateWatch:
             for name, of_layer in self._b_matrices.items()
         }
 
-    def after_step(self, state: TrainerState, result: StepResult) -> None:
+    def after_step(self, state: TrainerState, result: StepResult, *, is_silent: bool = False) -> None:
         """Check the step that led to `state`. All ranks raise the same error.
+
+        After a silent step, in which the optimizer updates nothing yet, adapters are checked three steps later.
 
         Raises:
             ConfigError: the run is strict, it has made no update yet, and the step has no gradient.
@@ -268,11 +271,13 @@ class UpdateWatch:
             self._is_reported = True
             if step == NUM_STEPS and not self._may_lack_gradient:
                 refuse_no_update(state, self._config, self._no_gradient)
-        if not result.is_skipped and result.grad_norm != 0:
+        if is_silent:
+            self._checked_step = step + NUM_STEPS
+        elif not result.is_skipped and result.grad_norm != 0:
             self._highest_rate = max(self._highest_rate, result.learning_rate)
-        if step < NUM_STEPS or not self._at_start:
+        if step < self._checked_step or not self._at_start:
             return
-        if step == NUM_STEPS and self._highest_rate > 0:
+        if step == self._checked_step and self._highest_rate > 0:
             self._refuse_unchanged()
         self._at_start = {}
 
@@ -290,16 +295,16 @@ class UpdateWatch:
             _log.warning(
                 "no token has reached the adapters of %s until step %d: they are not trained yet",
                 name_first(sorted(idle_experts), _MAX_SHOWN),
-                NUM_STEPS,
+                self._checked_step,
             )
         untrained = [name for name in unchanged if name not in idle_experts]
         if untrained:
             raise RunFailedError(
-                f"step {NUM_STEPS}: {len(untrained)} of {len(self._b_matrices)} adapters have not changed since the "
-                f"start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the model's "
-                "forward does not call these layers, or it detaches their results, or a hook or a script freezes them, "
-                f"or the learning rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or "
-                "leave these layers out of lora.target_modules."
+                f"step {self._checked_step}: {len(untrained)} of {len(self._b_matrices)} adapters have not changed "
+                f"since the start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the "
+                "model's forward does not call these layers, or it detaches their results, or a hook or a script "
+                "freezes them, or the learning rate is too small (the highest so far was "
+                f"{self._highest_rate:g}). Correct that, or leave these layers out of lora.target_modules."
             )
 
     def _is_idle_expert(self, name: str, unchanged: Collection[str]) -> bool:

@@ -235,7 +235,9 @@ class TrainingRun:
                 journal.collect_saves()
             except FinetuneError as error:
                 self._runtime.collectives.fail_in_next_step(error, "saving in the background")
-        self._update_watch.after_step(state, result)
+        # Schedule-free RAdam takes steps of rate 0 at first.
+        is_silent = all(group.get("scheduled_lr") == 0 for group in self._optimizer.param_groups)
+        self._update_watch.after_step(state, result, is_silent=is_silent)
         for callback in self._step_callbacks:
             callback.on_step(result)
         self.callbacks.call("on_step", result._replace(metrics=MappingProxyType(dict(result.metrics))))
