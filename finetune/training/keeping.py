@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.config_files import local_path, resolve_shipped
+from finetune.config.config_files import SHIPPED_PREFIX, local_path, resolve_shipped
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, loader_keys_on
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
@@ -278,12 +278,15 @@ def _encode_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, num_rows
     prompts = _read_prompts(config)
     chosen = sorted(shuffled(len(prompts), config.data.split_seed)[: _num_rows(config, num_rows)])
     encoded = [encode_prompt(AnswerTokens(tokenizer), prompts[row]) for row in chosen]
-    for row, ids in zip(chosen, encoded, strict=True):
-        if len(ids) + _LONGEST_ANSWER > config.data.max_length:
-            raise DataError(
-                f"{prompts[row].source} has {len(ids):,} tokens, and an answer may have {_LONGEST_ANSWER} more, but "
-                f"data.max_length is {config.data.max_length:,}. Shorten the prompt, or raise data.max_length."
-            )
+    longest, row = max(zip(map(len, encoded), chosen, strict=True), default=(0, 0))
+    if encoded and longest + _LONGEST_ANSWER > config.data.max_length:
+        is_shipped = config.data.keep_prompts.startswith(SHIPPED_PREFIX)
+        shorten = "name shorter prompts of your own in data.keep_prompts" if is_shipped else "shorten the prompt"
+        raise DataError(
+            f"{prompts[row].source}, the longest prompt, has {longest:,} tokens, and an answer may have "
+            f"{_LONGEST_ANSWER} more, but data.max_length is {config.data.max_length:,}. Set data.max_length to at "
+            f"least {longest + _LONGEST_ANSWER}, or {shorten}."
+        )
     return encoded
 
 

@@ -1,6 +1,7 @@
 """`data.keep` and `early_stopping.max_forgotten`: train without forgetting what the base could do."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -120,6 +121,20 @@ def test_the_answers_are_trained_on_recorded_and_never_generated_again(run, base
     cached.write_bytes(whole[:-1])
     run("third", "data.keep=25%", words[-1])
     assert cached.read_bytes() == whole
+
+
+@pytest.mark.parametrize("is_shipped", [True, False])
+def test_prompts_that_are_too_long_are_refused_by_the_longest_and_the_length_that_is_needed(tmp_path, is_shipped):
+    own = tmp_path / "prompts.jsonl"
+    own.write_text("".join(json.dumps({"prompt": "pens " * count}) + "\n" for count in (30, 90, 60)))
+    words = ["model=phi_tiny", "data=orders", "data.keep=500"] + ([] if is_shipped else [f"data.keep_prompts={own}"])
+    tokenizer = build_tokenizer(load_config(words).model)
+    with pytest.raises(DataError, match=r"the longest prompt, has .* and an answer may have 64 more") as caught:
+        keeping.assumed_rows(load_config([*words, "data.max_length=64"]), tokenizer, NUM_ROWS)
+    needed = re.search("Set data.max_length to at least ([0-9]+), or (.*)", str(caught.value))
+    assert needed[2].startswith("name shorter prompts of your own" if is_shipped else "shorten the prompt")
+    keeping.assumed_rows(load_config([*words, f"data.max_length={needed[1]}"]), tokenizer, NUM_ROWS)
+    assert is_shipped or str(caught.value).startswith(f"{own}:2, the longest")
 
 
 @pytest.mark.slow
