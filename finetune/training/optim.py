@@ -71,7 +71,7 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         if section.optimizer == "torch.optim.Muon" and any(weight.ndim != 2 for weight in trainable_parameters(model)):
             raise ConfigError(
                 "optim.optimizer=torch.optim.Muon trains matrices only, and this run also trains norms or biases. Set "
-                "training.method=lora without norms in lora.modules_to_save, or optim.optimizer=adamw."
+                "optim.optimizer=adamw, or train an adapter (training.method=lora) without norms."
             ) from error
         given = f"with optim.args={section.args}, " if section.args else ""
         raise ConfigError(f"{given}optim.optimizer={section.optimizer} cannot be built: {error}.") from error

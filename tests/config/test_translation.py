@@ -313,7 +313,7 @@ REFUSED = {
     ),
     "Muon and vectors": (
         f"{TRAINS_ALL}optim: muon\nadam_beta2: 0.95\n",
-        {"optim.optimizer": "torch.optim.AdamW", "optim.args": {}},
+        {"optim.optimizer": "torch.optim.AdamW", "optim.args": {"betas": [0.9, 0.95]}},
         "optim.optimizer=torch.optim.Muon trains matrices only",
     ),
     "8-bit states of shards": (
