@@ -804,7 +804,7 @@ class EarlyStoppingSection(Section):
     patience: Free[PositiveInt | None] = None
     """Stop after this many validations in a row without improvement; null: never."""
     min_delta: Free[NonNegativeFloat] = 0.0
-    """The smallest change of `metric` that counts as an improvement; of the loss, in nats per target token."""
+    """The smallest change of `metric` that counts for `patience`; of the loss, in nats per target token."""
     max_forgotten: MeasureKey[PositiveFloat | None] = None
     """Stop when the model diverges further from its base on general prompts, in nats per token (docs/tasks/keep.md)."""
     metric: MeasureKey[str] = "loss"

@@ -76,7 +76,10 @@ class PlannedModel:
             model: Any = build_base_model(self.sizes.model_copy(update={"init": "random"}))
             if config.training.method == "lora":
                 targets = resolve_targets(model, config.lora.target_modules, config.lora.layers)
-                model = attach_adapter(model, config.lora, targets)
+                # The tokenizer knows the ids, but sizes do not depend on them. The run may add rows for them.
+                num_rows = model.get_input_embeddings().weight.shape[0]
+                ids = range(num_rows - len(config.lora.new_tokens), num_rows)
+                model = attach_adapter(model, config.lora, targets, ids)
             if self.is_in_4_bits if is_in_4_bits is None else is_in_4_bits:
                 if self.sizes is not config.model:  # shipped sizes name no type; the published files have 16 bits
                     model.to(torch.bfloat16)

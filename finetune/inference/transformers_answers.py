@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ def continue_by_transformers(
         use_cache=True,
     )
     device = next(model.parameters()).device
-    with _only_our_settings(model):
+    with _only_our_settings(model), _in_one_type(model):
         generated: torch.Tensor = model.generate(
             input_ids=input_ids.to(device),
             attention_mask=mask.to(device),
@@ -54,6 +54,20 @@ def continue_by_transformers(
         )
     answers: list[list[int]] = generated[:, input_ids.shape[1] :].tolist()
     return answers
+
+
+def _in_one_type(model: Any) -> AbstractContextManager[Any]:
+    """Return an autocast to the type of the frozen weights if layers of `lora.modules_to_save` are beside them.
+
+    These layers are trained whole, in fp32. Without autocast, a layer in 16 bits would refuse their output.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    saved = (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper))
+    dtypes = {weight.dtype for weight in model.parameters()} & {torch.bfloat16, torch.float16}
+    if not dtypes or all(module.disable_adapters for module in saved):
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=dtypes.pop())
 
 
 @contextmanager

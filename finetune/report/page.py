@@ -176,8 +176,8 @@ def _facts(run: RecordedRun) -> dict[str, str]:
 
 
 def _verdict(run: RecordedRun) -> list[str]:
-    """Return the sentences in run.json on metrics, answers that did not end, what was forgotten, and merging."""
-    others = [mapping(run.result.get(name)) for name in ("unended", "forgetting", "merging")]
+    """Return the sentences in run.json: metrics, an early end, answers without an end, forgetting, and merging."""
+    others = [mapping(run.result.get(name)) for name in ("ended_early", "unended", "forgetting", "merging")]
     records = [*map(mapping, mapping(run.result.get("verdict")).values()), *others]
     return [str(record["sentence"]) for record in records if record.get("sentence")]
 

@@ -82,8 +82,10 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             if self._file is not None:
                 os.fsync(self._file.fileno())
 
-    def cut_behind(self, step: int) -> int:
+    def cut_behind(self, step: int, *, owes_validation: bool = False) -> int:
         """Remove the events after a step, the test results and half-written lines, by replacing the file once.
+
+        With `owes_validation`, the run will validate after this step again, so a validation of it is removed too.
 
         Returns:
             The number of lines removed.
@@ -93,9 +95,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         """
         self.close()
         with disk_failures_end_the_run("Cutting", self.path):
-            if removed := sum(not _is_event_up_to(step, line) for line in _lines_of(self.path)):
+            if removed := sum(not _is_kept(step, owes_validation, line) for line in _lines_of(self.path)):
                 with replacing(self.path) as file:
-                    file.writelines(line for line in _lines_of(self.path) if _is_event_up_to(step, line))
+                    file.writelines(line for line in _lines_of(self.path) if _is_kept(step, owes_validation, line))
         if removed:
             _log.info("%s: removed %d lines after step %d", self.path.name, removed, step)
         return removed
@@ -203,8 +205,8 @@ def parse_event(line: bytes) -> Event | None:
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
-def _is_event_up_to(step: int, line: bytes) -> bool:
+def _is_kept(step: int, owes_validation: bool, line: bytes) -> bool:
     """Whether a line is intact and belongs to a kept step. Test results have no step, and are never kept."""
-    event = parse_event(line)
-    at = event.get("step") if event is not None else None
-    return type(at) is int and at <= step
+    event = parse_event(line) or {}
+    at = event.get("step")
+    return type(at) is int and at <= step and not (owes_validation and at == step and event["event"] == "validation")

@@ -53,7 +53,7 @@ class TrainerState:
     best_value: _Value | None = None
     """`checkpoint.best_metric` of the best weights; None if that is the loss."""
     stopping_merit: _Value | None = None
-    """The best `early_stopping.metric` so far, negated if a loss; None if `checkpoint.best_metric` is the same."""
+    """The `early_stopping.metric` that patience compares with, negated if a loss. Older checkpoints may lack it."""
     best_metric: _Text | None = None
     """`checkpoint.best_metric` of the last validation; None before the first, and in older checkpoints."""
     stopping_metric: _Text | None = None

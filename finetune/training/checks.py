@@ -5,9 +5,7 @@ This module imports no torch, so that `finetune init` can check settings at once
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.objectives import OBJECTIVES, SECTIONS
@@ -17,7 +15,7 @@ from finetune.fallbacks import Fallback, Fallbacks
 from finetune.model.from_hub import locate, repository_of
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
-from finetune.units import counted, name_first
+from finetune.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +25,8 @@ if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
     from finetune.model.local_files import Part
     from finetune.training.step import StepResult
-_log = logging.getLogger(__name__)
-_EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
-"""A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
 NUM_STEPS = 3
 """The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
-_MAX_SHOWN = 5
 
 
 def check_settings(config: Config, runtime: Runtime | None = None) -> None:
@@ -245,6 +239,7 @@ class UpdateWatch:
             if any(part.weight.requires_grad for part in getattr(module, "lora_B", {}).values())
         }
         self._highest_rate = 0.0
+        self._checked_step = NUM_STEPS
         starts_at_zero = config.lora.init == "default" and config.lora.start_from is None
         # On the CPU, so that memory on the device is as forecast.
         self._at_start = {
@@ -252,8 +247,10 @@ class UpdateWatch:
             for name, of_layer in self._b_matrices.items()
         }
 
-    def after_step(self, state: TrainerState, result: StepResult) -> None:
+    def after_step(self, state: TrainerState, result: StepResult, *, is_silent: bool = False) -> None:
         """Check the step that led to `state`. All ranks raise the same error.
+
+        After a silent step, in which the optimizer updates nothing yet, adapters are checked three steps later.
 
         Raises:
             ConfigError: the run is strict, it has made no update yet, and the step has no gradient.
@@ -268,11 +265,13 @@ class UpdateWatch:
             self._is_reported = True
             if step == NUM_STEPS and not self._may_lack_gradient:
                 refuse_no_update(state, self._config, self._no_gradient)
-        if not result.is_skipped and result.grad_norm != 0:
+        if is_silent:
+            self._checked_step = step + NUM_STEPS
+        elif not result.is_skipped and result.grad_norm != 0:
             self._highest_rate = max(self._highest_rate, result.learning_rate)
-        if step < NUM_STEPS or not self._at_start:
+        if step < self._checked_step or not self._at_start:
             return
-        if step == NUM_STEPS and self._highest_rate > 0:
+        if step == self._checked_step and self._highest_rate > 0:
             self._refuse_unchanged()
         self._at_start = {}
 
@@ -285,25 +284,9 @@ class UpdateWatch:
                 for b, was in zip(of_layer, self._at_start[name], strict=True)
             )
         ]
-        idle_experts = [name for name in unchanged if self._is_idle_expert(name, unchanged)]
-        if idle_experts:
-            _log.warning(
-                "no token has reached the adapters of %s until step %d: they are not trained yet",
-                name_first(sorted(idle_experts), _MAX_SHOWN),
-                NUM_STEPS,
-            )
-        untrained = [name for name in unchanged if name not in idle_experts]
-        if untrained:
-            raise RunFailedError(
-                f"step {NUM_STEPS}: {len(untrained)} of {len(self._b_matrices)} adapters have not changed since the "
-                f"start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the model's "
-                "forward does not call these layers, or it detaches their results, or a hook or a script freezes them, "
-                f"or the learning rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or "
-                "leave these layers out of lora.target_modules."
-            )
+        if unchanged:
+            from finetune.training.unchanged_adapters import refuse_unchanged
 
-    def _is_idle_expert(self, name: str, unchanged: Collection[str]) -> bool:
-        """Return whether a layer belongs to an expert, and the same layer of another expert has changed."""
-        match = _EXPERT.fullmatch(name)
-        others = (_EXPERT.fullmatch(other) for other in self._b_matrices if other not in unchanged)
-        return match is not None and any(other and other.groups() == match.groups() for other in others)
+            refuse_unchanged(
+                unchanged, self._b_matrices.keys(), step=self._checked_step, highest_rate=self._highest_rate
+            )

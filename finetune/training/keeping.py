@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.config_files import local_path, resolve_shipped
+from finetune.config.config_files import SHIPPED_PREFIX, local_path, resolve_shipped
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, loader_keys_on
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
-    from finetune.runs.state import TrainerState
     from finetune.training.objective import Setup
     from finetune.training.reporting.journal import Journal
 
@@ -238,18 +237,6 @@ def encode_measured_prompts(config: Config, model: Any, tokenizer: PreTrainedTok
     return encoded
 
 
-def warn_of_forgetting(config: Config, state: TrainerState) -> None:
-    """Say why `early_stopping.max_forgotten` ended the run, and what `adapter/` will hold."""
-    holds = "the best weights before it"
-    if state.best_step is None:
-        holds = "these weights, since no validation was within it. Lower optim.learning_rate, or set data.keep=5%"
-    _log.warning(
-        "training ended: after step %d the model diverges from its base by %.3f nats per token, and "
-        "early_stopping.max_forgotten is %s; adapter/ holds %s",
-        *(state.step, state.forgotten, config.early_stopping.max_forgotten, holds),
-    )
-
-
 def _is_size(text: str) -> bool:
     try:
         return parse_split_size(text, "keep") is not None
@@ -291,12 +278,15 @@ def _encode_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, num_rows
     prompts = _read_prompts(config)
     chosen = sorted(shuffled(len(prompts), config.data.split_seed)[: _num_rows(config, num_rows)])
     encoded = [encode_prompt(AnswerTokens(tokenizer), prompts[row]) for row in chosen]
-    for row, ids in zip(chosen, encoded, strict=True):
-        if len(ids) + _LONGEST_ANSWER > config.data.max_length:
-            raise DataError(
-                f"{prompts[row].source} has {len(ids):,} tokens, and an answer may have {_LONGEST_ANSWER} more, but "
-                f"data.max_length is {config.data.max_length:,}. Shorten the prompt, or raise data.max_length."
-            )
+    longest, row = max(zip(map(len, encoded), chosen, strict=True), default=(0, 0))
+    if encoded and longest + _LONGEST_ANSWER > config.data.max_length:
+        is_shipped = config.data.keep_prompts.startswith(SHIPPED_PREFIX)
+        shorten = "name shorter prompts of your own in data.keep_prompts" if is_shipped else "shorten the prompt"
+        raise DataError(
+            f"{prompts[row].source}, the longest prompt, has {longest:,} tokens, and an answer may have "
+            f"{_LONGEST_ANSWER} more, but data.max_length is {config.data.max_length:,}. Set data.max_length to at "
+            f"least {longest + _LONGEST_ANSWER}, or {shorten}."
+        )
     return encoded
 
 

@@ -93,10 +93,11 @@ def finish(end: LoopEnd, run: TrainingRun, setup: Setup, val_loader: EvaluationL
     if end.reason == "preempted":
         raise preempted_in_training(runtime, step)
     refuse_no_update(end.state, setup.config, setup.objective.no_gradient)
-    if end.reason == "forgot too much":
-        from finetune.training.keeping import warn_of_forgetting
+    if end.reason != "complete":
+        from finetune.training.early_end import record_early_end
 
-        warn_of_forgetting(setup.config, end.state)
+        how = end.reason, run.cadence.num_steps, not math.isnan(run.last_loss)
+        setup.on_main(lambda journal: record_early_end(journal, setup.config, end.state, *how), "recording the end")
     setup.on_main(lambda journal: _publish(journal, end.state, run, setup), "publishing the adapter")
     if val_loader is not None:
         setup.objective.after_training(setup, val_loader, step)

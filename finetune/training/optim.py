@@ -68,6 +68,11 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
     try:
         optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=section.learning_rate, **arguments)
     except (TypeError, ValueError) as error:
+        if section.optimizer == "torch.optim.Muon" and any(weight.ndim != 2 for weight in trainable_parameters(model)):
+            raise ConfigError(
+                "optim.optimizer=torch.optim.Muon trains matrices only, and this run also trains norms or biases. Set "
+                "optim.optimizer=adamw, or train an adapter (training.method=lora) without norms."
+            ) from error
         given = f"with optim.args={section.args}, " if section.args else ""
         raise ConfigError(f"{given}optim.optimizer={section.optimizer} cannot be built: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):

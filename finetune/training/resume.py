@@ -132,7 +132,7 @@ def without_other_criteria(state: TrainerState, criteria: Criteria) -> TrainerSt
     metrics cannot be compared. A checkpoint of an older version records no metric. Its metric counts as unchanged.
     """
     best, stopping = state.best_metric or criteria.best, state.stopping_metric or criteria.stopping
-    if best == stopping:  # one value was kept for both
+    if best == stopping and state.stopping_merit is None:  # an older version kept one value for both
         state = replace(state, stopping_merit=best_merit(state, best))
     if stopping != criteria.stopping:
         _log.warning(
@@ -146,7 +146,7 @@ def without_other_criteria(state: TrainerState, criteria: Criteria) -> TrainerSt
             *(criteria.best, best, state.best_step),
         )
         state = replace(state, best_loss=None, best_step=None, best_value=None)
-    return replace(state, stopping_merit=None) if criteria.best == criteria.stopping else state
+    return state
 
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:

@@ -332,4 +332,4 @@ class Trainer:
             journal.record(opening=opening._asdict())
         trained, total = count_parameters(self.model)
         journal.record(parameters={"trained": trained, "all": total})
-        journal.start_training(state, cadence.num_steps)
+        journal.start_training(state, cadence.num_steps, owes_validation=cadence.owes_validation(state))

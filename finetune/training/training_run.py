@@ -49,6 +49,7 @@ class TrainingRun:
     Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
 
     Attributes:
+        cadence: when the run validates, saves and ends.
         epoch: the current or last epoch, counted from 0.
         loss_scale: for the next step, in fp16; None in other precisions.
         last_loss: of the last step that was not skipped, in nats per target token; nan before it.
@@ -69,6 +70,7 @@ class TrainingRun:
         loss_scale: LossScale | None,
     ) -> None:
         self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks)
+        self.cadence = cadence
         self.epoch = 0
         self.loss_scale = loss_scale
         self.last_loss = math.nan
@@ -79,7 +81,6 @@ class TrainingRun:
         self._config = setup.config
         self._compute = setup.loss(BY_DEVICE)
         self._optimizer = optimizer
-        self._cadence = cadence
         self._train_loader = train_loader
         self._val_loader = val_loader
         self._step_callbacks = step_callbacks
@@ -234,14 +235,16 @@ class TrainingRun:
                 journal.collect_saves()
             except FinetuneError as error:
                 self._runtime.collectives.fail_in_next_step(error, "saving in the background")
-        self._update_watch.after_step(state, result)
+        # Schedule-free RAdam takes steps of rate 0 at first.
+        is_silent = all(group.get("scheduled_lr") == 0 for group in self._optimizer.param_groups)
+        self._update_watch.after_step(state, result, is_silent=is_silent)
         for callback in self._step_callbacks:
             callback.on_step(result)
         self.callbacks.call("on_step", result._replace(metrics=MappingProxyType(dict(result.metrics))))
 
     def _log_disk_need(self, state: TrainerState, journal: Journal) -> None:
         keep, has_best = self._config.checkpoint.save_total_limit, self._setup.splits.validation is not None
-        log_disk_need(journal.folder, self._snapshot(state), self._cadence, keep=keep, has_best=has_best)
+        log_disk_need(journal.folder, self._snapshot(state), self.cadence, keep=keep, has_best=has_best)
 
     def agree_to_stop(self, reason: Value) -> Value:
         """Return rank 0's argument on every rank."""
@@ -258,7 +261,7 @@ class TrainingRun:
                 self._setup.model,
                 self._optimizer,
                 microbatches,
-                StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=loss_scale),
+                StepSettings.of(self._config, step, self.cadence.num_steps, loss_scale=loss_scale),
                 compute=self._compute,
                 may_be_too_large=may_be_too_large,
                 graphs=self._graphs,

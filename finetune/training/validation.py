@@ -45,7 +45,7 @@ class Criteria(NamedTuple):
     stopping: str = LOSS
     """`early_stopping.metric`."""
     min_delta: float = 0.0
-    """The smallest improvement of `stopping` that counts, and of `best` if both are the same metric."""
+    """The smallest improvement of `stopping` that counts for patience."""
     max_forgotten: float | None = None
     """`early_stopping.max_forgotten`. Weights beyond it are never the best."""
 
@@ -63,18 +63,14 @@ class Criteria(NamedTuple):
 
 def after_validation(state: TrainerState, validated: Validated, criteria: Criteria) -> TrainerState:
     """Return the state after one more validation. A metric that is not finite is no improvement."""
-    is_one = criteria.best == criteria.stopping
     state = replace(state, forgotten=validated.metrics.get(FORGOTTEN))
-    merit, best = validated.merit(criteria.best), best_merit(state, criteria.best)
-    is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0) and not criteria.has_forgotten(state)
-    if is_best:
+    is_best = _improves(validated.merit(criteria.best), best_merit(state, criteria.best))
+    if is_best and not criteria.has_forgotten(state):
         value = None if criteria.best == LOSS else validated.metrics[criteria.best]
         state = replace(state, best_loss=validated.loss, best_step=state.step, best_value=value)
-    has_improved = is_best
-    if not is_one:
-        merit = validated.merit(criteria.stopping)
-        has_improved = _improves(merit, state.stopping_merit, criteria.min_delta)
-        state = replace(state, stopping_merit=merit) if has_improved else state
+    merit = validated.merit(criteria.stopping)
+    has_improved = _improves(merit, state.stopping_merit, criteria.min_delta)
+    state = replace(state, stopping_merit=merit) if has_improved else state
     without = 0 if has_improved else state.validations_without_improvement + 1
     return replace(
         state,
@@ -92,7 +88,7 @@ def best_merit(state: TrainerState, name: str) -> float | None:
     return None if state.best_value is None else sign_of(name) * state.best_value
 
 
-def _improves(merit: float | None, best: float | None, min_delta: float) -> bool:
+def _improves(merit: float | None, best: float | None, min_delta: float = 0.0) -> bool:
     return merit is not None and (best is None or merit > best + min_delta)
 
 

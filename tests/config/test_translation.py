@@ -313,8 +313,8 @@ REFUSED = {
     ),
     "Muon and vectors": (
         f"{TRAINS_ALL}optim: muon\nadam_beta2: 0.95\n",
-        {"optim.optimizer": "torch.optim.AdamW", "optim.args": {}},
-        "Muon only supports 2D parameters",
+        {"optim.optimizer": "torch.optim.AdamW", "optim.args": {"betas": [0.9, 0.95]}},
+        "optim.optimizer=torch.optim.Muon trains matrices only",
     ),
     "8-bit states of shards": (
         f"{TRAINS_ALL}optim: adamw_8bit\nfsdp: full_shard\n",

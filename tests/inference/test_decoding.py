@@ -3,6 +3,7 @@ import torch
 from transformers import GenerationConfig
 
 from finetune.config.schema import LoraSection
+from finetune.distributed.device import convert_weights
 from finetune.errors import DataError
 from finetune.inference.decoding import (
     Decoding,
@@ -171,3 +172,12 @@ def test_a_longrope_model_never_shares_a_batch_across_its_boundary(longrope_mode
     # What the guard is for: put together by hand, the short rows of a batch take the factors of its longest.
     expected = [most_likely(longrope_model, prompt, 4) for prompt in prompts]
     assert together == [answer[: (answer + NO_STOP).index(63)] for answer in expected]
+
+
+@pytest.mark.parametrize(("layer", "dtype"), [("norm", "bf16"), ("lm_head", "fp16"), ("embed_tokens", "bf16")])
+def test_a_layer_trained_whole_in_fp32_answers_beside_weights_in_16_bits(layer, dtype):
+    model = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2, modules_to_save=[layer]))
+    convert_weights(model, dtype)
+    assert generate(model) == generate(model, batch_size=1)
+    with model.disable_adapter():
+        assert generate(model) == generate(model, batch_size=1)

@@ -338,8 +338,12 @@ def test_a_row_is_shown_as_preview_shows_it(tmp_path):
 def test_answers_of_both_models_stand_side_by_side(tmp_path):
     answers = [{"prompt": "Three crates?", "expected": "3", "base": "crates crates", "tuned": "3"}]
     unended = {"sentence": "Did not end within testing.max_new_tokens: 1 of 1 answer of base."}
-    text = page_of(write_run(tmp_path / "a", result={"answers": answers, "unended": unended})).text
-    assert [text.count(words) for words in ("Three crates?", "crates crates", "1 of 1 answer of base")] == [1, 1, 1]
+    ended = {"reason": "stopped", "sentence": "training ended after step 4 of 6: a callback did."}
+    text = page_of(
+        write_run(tmp_path / "a", result={"answers": answers, "unended": unended, "ended_early": ended})
+    ).text
+    found = ("Three crates?", "crates crates", "1 of 1 answer of base", "after step 4 of 6")
+    assert [text.count(words) for words in found] == [1, 1, 1, 1]
     assert re.search(r"valid JSON\s*50 %\s*100 %", text)
 
 

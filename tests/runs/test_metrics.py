@@ -77,6 +77,16 @@ def test_cutting_where_there_is_nothing_to_cut_changes_nothing(tmp_path):
     assert metrics.path.read_bytes() == b""
 
 
+def test_a_validation_that_a_resumed_run_repeats_is_cut_with_what_is_after_its_step(tmp_path):
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in (11, 12):
+        metrics.write("step", **STEP | {"step": step})
+        metrics.write("validation", step=step, loss=1.0)
+    before = read(metrics.path)
+    assert (metrics.cut_behind(12), read(metrics.path)) == (0, before)
+    assert (metrics.cut_behind(12, owes_validation=True), read(metrics.path)) == (1, before[:3])
+
+
 def test_a_disk_that_takes_no_more_ends_the_run_in_one_line(tmp_path):
     child = os.fork()
     if child == 0:

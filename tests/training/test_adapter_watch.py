@@ -148,17 +148,17 @@ def watch_of(adapted, **more):
     return UpdateWatch(adapted, Config(), Fallbacks(), "nothing moves", **more)
 
 
-def take_steps(model, *, results=None, **more):
-    """Train a model of experts for three steps under a watch."""
+def take_steps(model, *, results=None, num_silent=0, **more):
+    """Train a model of experts under a watch, for three steps after some in which the optimizer updates nothing."""
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "0", "1", "2"]))
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
     watch, state = watch_of(adapted, **more), TrainerState()
-    for step in range(1, 4):
+    for step in range(1, 4 + num_silent):
         found = (results or {}).get(step, result())
         if found.grad_norm:
             adapted(torch.randn(3, 4)).square().sum().backward()
-        if not found.is_skipped:
+        if not found.is_skipped and step > num_silent:
             optimizer.step()
         optimizer.zero_grad()
         state = replace(
@@ -167,7 +167,7 @@ def take_steps(model, *, results=None, **more):
             num_skipped_steps=state.num_skipped_steps + found.is_skipped,
             num_without_gradient=state.num_without_gradient + (found.grad_norm == 0),
         )
-        watch.after_step(state, found)
+        watch.after_step(state, found, is_silent=step <= num_silent)
 
 
 def test_an_expert_without_tokens_is_a_warning_unless_no_expert_trains(caplog, monkeypatch):
@@ -189,6 +189,22 @@ def test_steps_without_any_gradient_are_legitimate_only_where_an_objective_says_
         take_steps(Experts(), results=flat)
     one = {**flat, 2: result()}
     take_steps(Experts(), may_lack_gradient=True, results=one)
+
+
+def test_steps_of_an_optimizer_that_updates_nothing_yet_do_not_count():
+    take_steps(Experts(), num_silent=5)
+    model = Experts()
+    model.forward = lambda x: model.q_proj(x)
+    with pytest.raises(RunFailedError, match=r"step 8: 3 of 4 adapters"):
+        take_steps(model, num_silent=5)
+
+
+def test_schedule_free_radam_trains(inputs, tmp_path):
+    pytest.importorskip("schedulefree")
+    radam = ["optim.optimizer=schedulefree.RAdamScheduleFree", "optim.schedule=constant", "training.max_steps=9"]
+    train(words(inputs, tmp_path / "run", *radam))
+    first, *_, last = events(tmp_path / "run", "validation")
+    assert last["loss"] < first["loss"]
 
 
 def test_skipped_steps_and_frozen_adapters_do_not_count():

@@ -1,10 +1,15 @@
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from finetune.config.compose import compose
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import StopRules
+from finetune.training.early_end import record_early_end
 from finetune.training.loop import early_stop
+from finetune.training.resume import without_other_criteria
 from finetune.training.validation import Criteria, Validated, after_validation
 
 
@@ -24,11 +29,21 @@ def test_patience_counts_validations_in_a_row_that_are_no_better():
     assert (state.best_loss, state.best_step, state.validations_without_improvement) == (2.0, 3, 2)
 
 
-def test_less_than_min_delta_is_no_improvement():
-    state, stops = after([3.0, 2.95, 2.91], min_delta=0.1)
-    assert (state.best_loss, stops) == (3.0, [False, False, True])
-    assert after([3.0, 2.85], min_delta=0.1)[0].best_loss == 2.85
+def test_min_delta_counts_for_patience_and_not_for_the_best_weights():
+    state, stops = after([3.0, 2.95, 2.91, 2.92], min_delta=0.1)
+    assert (state.stopping_merit, stops) == (-3.0, [False, False, True, True])
+    assert (state.best_loss, state.best_step) == (2.91, 3)
+    assert after([3.0, 2.95, 2.89], min_delta=0.1)[1] == [False, False, False]
     assert after([3.0], min_delta=5.0)[0].best_step == 1
+
+
+def test_patience_goes_on_with_the_value_that_an_older_checkpoint_kept_for_both():
+    criteria = Criteria(min_delta=0.1)
+    older = replace(after([3.0, 2.95], min_delta=0.1)[0], best_loss=3.0, best_step=1, stopping_merit=None)
+    state = without_other_criteria(older, criteria)
+    assert (state.stopping_merit, state.validations_without_improvement) == (-3.0, 1)
+    state = after_validation(replace(state, step=3), Validated(2.91), criteria)
+    assert (state.best_step, state.validations_without_improvement) == (3, 2)
 
 
 @pytest.mark.parametrize("loss", [math.nan, -math.inf])
@@ -39,3 +54,44 @@ def test_a_loss_that_is_no_number_is_no_improvement(loss):
 
 def test_without_patience_nothing_stops():
     assert not any(after([1.0] * 50, patience=None)[1])
+
+
+def ended(reason, *words, state, num_steps=12, has_trained=True):
+    """What is logged and recorded at the end of training."""
+    journal = SimpleNamespace(result={})
+    record_early_end(journal, compose(words, complete=False), state, reason, num_steps, has_trained)
+    return journal.result.get("ended_early")
+
+
+def test_a_run_that_patience_ended_says_so_and_how_it_goes_on(caplog):
+    state, words = (
+        after([3.0, 2.9, 2.8], min_delta=0.5)[0],
+        ["early_stopping.patience=2", "early_stopping.min_delta=0.5"],
+    )
+    said = ended("no improvement", *words, state=state)
+    assert said["reason"] == "no improvement"
+    assert said["sentence"] == (
+        "training ended after step 3 of 12: loss did not improve by more than 0.5 in the last 2 validations "
+        "(early_stopping.patience is 2). To train further, resume with early_stopping.patience=3 or more."
+    )
+    assert caplog.messages == [said["sentence"]]
+    again = ended("no improvement", *words, state=state, has_trained=False)
+    assert again["sentence"].startswith("no step was trained: training had ended after step 3 of 12: loss did not")
+
+
+def test_a_run_that_a_callback_ended_says_so():
+    said = ended("stopped", state=TrainerState(step=4))
+    assert (
+        said["sentence"]
+        == 'training ended after step 4 of 12: a callback returned "stop". This run cannot train further.'
+    )
+
+
+def test_only_forgetting_counts_as_an_early_end_after_the_last_step():
+    state = TrainerState(step=12, forgotten=0.2, validations_without_improvement=2)
+    assert ended("no improvement", "early_stopping.patience=2", state=state) is None
+    said = ended("forgot too much", "early_stopping.max_forgotten=0.1", state=state)
+    assert (
+        "by 0.200 nats per token, and early_stopping.max_forgotten is 0.1; adapter/ holds these weights"
+        in said["sentence"]
+    )

@@ -1,6 +1,7 @@
 """`data.keep` and `early_stopping.max_forgotten`: train without forgetting what the base could do."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -122,6 +123,20 @@ def test_the_answers_are_trained_on_recorded_and_never_generated_again(run, base
     assert cached.read_bytes() == whole
 
 
+@pytest.mark.parametrize("is_shipped", [True, False])
+def test_prompts_that_are_too_long_are_refused_by_the_longest_and_the_length_that_is_needed(tmp_path, is_shipped):
+    own = tmp_path / "prompts.jsonl"
+    own.write_text("".join(json.dumps({"prompt": "pens " * count}) + "\n" for count in (30, 90, 60)))
+    words = ["model=phi_tiny", "data=orders", "data.keep=500"] + ([] if is_shipped else [f"data.keep_prompts={own}"])
+    tokenizer = build_tokenizer(load_config(words).model)
+    with pytest.raises(DataError, match=r"the longest prompt, has .* and an answer may have 64 more") as caught:
+        keeping.assumed_rows(load_config([*words, "data.max_length=64"]), tokenizer, NUM_ROWS)
+    needed = re.search("Set data.max_length to at least ([0-9]+), or (.*)", str(caught.value))
+    assert needed[2].startswith("name shorter prompts of your own" if is_shipped else "shorten the prompt")
+    keeping.assumed_rows(load_config([*words, f"data.max_length={needed[1]}"]), tokenizer, NUM_ROWS)
+    assert is_shipped or str(caught.value).startswith(f"{own}:2, the longest")
+
+
 @pytest.mark.slow
 def test_a_plan_counts_the_rows_and_generates_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "generate_answers", lambda *_, **__: pytest.fail("generated"))
@@ -154,8 +169,10 @@ def test_a_run_that_forgets_too_much_ends_and_keeps_the_best_weights_within_the_
     assert (tight / "adapter/adapter_model.safetensors").read_bytes() == (
         (tight / "checkpoints/step-000002/adapter_model.safetensors").read_bytes()
     )
-    before = losses(tight)
+    before, said = losses(tight), result["ended_early"]
+    assert said["sentence"].startswith("training ended after step 4 of 8: the model diverges from its base by ")
     run("tight", *words, "resume=auto")  # is over
+    assert "no step was trained: training had ended after step 4 of 8" in (tight / "log.txt").read_text()
     assert losses(tight) == before
     shutil.rmtree(tight / "checkpoints/step-000004")
     run("tight", *words, "resume=auto")

@@ -74,6 +74,7 @@ def test_one_rank_asks_and_all_ranks_save_and_stop(tmp_path):
     again = run_script(SCRIPT, [*words[1:], "resume=auto"])
     assert again.returncode == 0, again.stdout
     assert "rank 0 calls [('stopped', 3)]" in again.stdout
+    assert again.stdout.count("no step was trained: training had ended after step 3 of 4: a callback returned") == 1
 
 
 @pytest.mark.slow

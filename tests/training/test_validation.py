@@ -16,6 +16,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.hooks import Hooks
 from finetune.training.resume import without_other_criteria
 from finetune.training.setup import check_config
+from finetune.training.training_run import TrainingRun
 from finetune.training.validation import (
     Criteria,
     Validated,
@@ -26,7 +27,15 @@ from finetune.training.validation import (
 from tests import tiny_training
 from tests.launches import run_launched
 from tests.tiny_runs import write_base
-from tests.tiny_training import events, record, refuse_to_differ_after_a_break, words_for
+from tests.tiny_training import (
+    break_at,
+    events,
+    record,
+    refuse_to_differ_after_a_break,
+    train,
+    words_for,
+    write_inputs,
+)
 
 LOSSES, MATCHES = (0.9, 0.5, 0.7), (0.5, 0.25, 0.75)
 DISAGREEING = [Validated(loss, {"exact_match": match}) for loss, match in zip(LOSSES, MATCHES, strict=True)]
@@ -260,3 +269,19 @@ def test_two_processes_have_the_metrics_of_one(trained, inputs, tmp_path):
         assert (one["exact_match"], one["json_valid"]) == (two["exact_match"], two["json_valid"])
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert record(tmp_path / "two")["result"]["best_step"] == record(trained)["result"]["best_step"]
+
+
+@pytest.mark.slow
+def test_a_validation_that_a_resumed_run_owes_is_recorded_once(tmp_path):
+    words = words_for(write_inputs(tmp_path), tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "validate", lambda *_: None)  # as if a signal had come meanwhile
+        with pytest.raises(PreemptedError):
+            train(words)
+    with pytest.MonkeyPatch.context() as patch:
+        break_at(patch, 4)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(words)
+    assert [event["step"] for event in events(tmp_path / "run", "validation")] == [3]
+    train(words)
+    assert [event["step"] for event in events(tmp_path / "run", "validation")] == [3, 4]

@@ -37,9 +37,9 @@ class RunEvents:
             self._trackers = Trackers(config, folder, fallbacks)
         self._progress: TrainingProgress | None = None
 
-    def start(self, first_step: int, num_steps: int) -> None:
+    def start(self, first_step: int, num_steps: int, *, owes_validation: bool) -> None:
         """Remove the events after a step from metrics.jsonl, and open the trackers and the live view."""
-        self.metrics.cut_behind(first_step)
+        self.metrics.cut_behind(first_step, owes_validation=owes_validation)
         if self._trackers is not None:
             self._trackers.start(first_step=first_step)
         self._progress = TrainingProgress(num_steps, first_step=first_step, log_every=self._log_every)

@@ -123,14 +123,14 @@ class Journal:
         """Record in run.json what was chosen or measured before step 1, for example the memory choice."""
         self._record.update(**entries)
 
-    def start_training(self, state: TrainerState, num_steps: int) -> None:
+    def start_training(self, state: TrainerState, num_steps: int, *, owes_validation: bool = False) -> None:
         """Start or continue training at `state`, and remove the later events from metrics.jsonl."""
         self.result["num_skipped_steps"] = state.num_skipped_steps
         if state.num_overflows:
             self.result["num_overflows"] = state.num_overflows
         self._record.update(num_steps=num_steps)
         self._num_steps = num_steps
-        self._events.start(state.step, num_steps)
+        self._events.start(state.step, num_steps, owes_validation=owes_validation)
         self._energy()  # what was spent before does not count
         self._last_step_at = time.monotonic()
 
