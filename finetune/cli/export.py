@@ -141,18 +141,20 @@ def _merge(
     with importing():
         import torch
 
+        from finetune.distributed.open_launches import open_launch
         from finetune.export.merge import write_merged
         from finetune.export.merge_effect import is_trained_in_4_bits, load_on_dequantized_base, measure_merge
 
     stored_as, load = None if dtype == "base" else getattr(torch, dtype), None
     if into != "base":
         load, options["note"] = load_on_dequantized_base, "merged into the dequantized 4-bit weights of the base"
-    with waiting("merging, and comparing the merged model with the run"):
-        merged = write_merged(run, out, dtype=stored_as, load=load, **options)
-    if is_trained_in_4_bits(run):
-        with waiting("measuring what merging changes"):
-            effect = measure_merge(run, stored_as, load=load and partial(load, run))
-        merged = replace(merged, effect=tuple(effect.sentences()))
+    with open_launch(trains=False):  # refuses a second thread
+        with waiting("merging, and comparing the merged model with the run"):
+            merged = write_merged(run, out, dtype=stored_as, load=load, **options)
+        if is_trained_in_4_bits(run):
+            with waiting("measuring what merging changes"):
+                effect = measure_merge(run, stored_as, load=load and partial(load, run))
+            merged = replace(merged, effect=tuple(effect.sentences()))
     return run, merged
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +20,8 @@ from transformers import AutoTokenizer
 
 import finetune
 from finetune.cli.export import merge_command as merge
-from finetune.errors import CheckpointError, ConfigError, RunFailedError
+from finetune.distributed.launch import launch
+from finetune.errors import CheckpointError, ConfigError, LaunchError, RunFailedError
 from finetune.export import merge as merging
 from finetune.export import out_folder
 from finetune.export.merge import load_tuned_model, write_merged
@@ -61,6 +63,14 @@ def merged(run):
     merged = finetune.merge(run.folder.path)
     assert merged.folder == run.folder.path.with_name("orders-merged")
     return merged
+
+
+def test_a_merge_beside_a_launch_of_another_thread_is_refused(run, tmp_path):
+    with ThreadPoolExecutor(1) as pool, launch(run.config, trains=False):
+        merging_there = pool.submit(finetune.merge, run.folder.path, tmp_path / "merged")
+        with pytest.raises(LaunchError, match="another thread of this process is in a run"):
+            merging_there.result()
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.slow
