@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -199,6 +201,18 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     assert copied.read_bytes() == (shipped_folder("recipes") / "launch" / "slurm_one_node.sbatch").read_bytes()
     again = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
+    (tmp_path / "file").touch()
+    for folder, reason in (("file", "is not a folder"), ("file/deeper", r"cannot be written: Not a directory")):
+        assert_is_one_message(run_finetune("recipes", "copy", "finetune_lora", tmp_path / folder), reason)
+    (tmp_path / "finetune_lora.py").symlink_to(tmp_path / "elsewhere.py")
+    assert_is_one_message(run_finetune("recipes", "copy", "finetune_lora", tmp_path), "is there already")
+    with patch("finetune.runs.durable._sync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        full = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "full")
+    assert (full.returncode, "cannot be written: No space left on device (ENOSPC). Make room" in full.errors) == (
+        3,
+        True,
+    )
+    assert not any((tmp_path / "full").iterdir())
     assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")
     assert_is_one_message(run_finetune("evaluate", tmp_path), "not the folder of a run", "config.yaml")
 
