@@ -21,7 +21,6 @@ from finetune.cli.run_options import (
     SetOption,
     find_run_folder,
     log_as_this_rank,
-    refuse_missing_folder,
 )
 from finetune.errors import ConfigError, ModelError, RequirementError, RunFailedError
 from finetune.fallbacks import Fallback
@@ -396,7 +395,9 @@ def _refuse_to_overwrite(option: str, file: Path | None) -> None:
         return
     if file.exists():
         raise ConfigError(f"{option} is {file}, which exists already and stays as it is. Name a new file.")
-    refuse_missing_folder(option, file)
+    from finetune.runs.output_files import refuse_unwritable
+
+    refuse_unwritable(option, file)
 
 
 def _write(option: str, file: Path, content: Mapping[str, Any] | str) -> None:

@@ -91,16 +91,6 @@ def refuse_password(value: str | None) -> str | None:
     return value
 
 
-def refuse_missing_folder(option: str, file: Path) -> None:
-    """Refuse a file to write that is in no folder.
-
-    Raises:
-        ConfigError: names the option and the folder.
-    """
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{option} is {file}, but there is no folder {file.absolute().parent}. Make it first.")
-
-
 BaseOption = Annotated[
     str | None, typer.Option("--base", help="Load the base model from this folder or hub id.", callback=refuse_password)
 ]
