@@ -229,3 +229,11 @@ def test_every_train_command_of_the_readme_composes(tmp_path, monkeypatch):
         run_name = words.pop(0) if "=" not in words[0] else None
         if run_name is None or not run_name.startswith("runs/"):
             compose([word for word in words if "=" in word], run=run_name, complete=False)
+
+
+@pytest.mark.parametrize("words", ["runs", "init --file x.yaml", "config show quickstart", "--help"])
+def test_a_removed_current_folder_is_a_mistake_and_no_bug(words, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_is_one_message(run_finetune(*words.split()), "the current folder was removed")
