@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -199,6 +201,18 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     assert copied.read_bytes() == (shipped_folder("recipes") / "launch" / "slurm_one_node.sbatch").read_bytes()
     again = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
+    (tmp_path / "file").touch()
+    for folder, reason in (("file", "is not a folder"), ("file/deeper", r"cannot be written: Not a directory")):
+        assert_is_one_message(run_finetune("recipes", "copy", "finetune_lora", tmp_path / folder), reason)
+    (tmp_path / "finetune_lora.py").symlink_to(tmp_path / "elsewhere.py")
+    assert_is_one_message(run_finetune("recipes", "copy", "finetune_lora", tmp_path), "is there already")
+    with patch("finetune.runs.durable._sync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        full = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "full")
+    assert (full.returncode, "cannot be written: No space left on device (ENOSPC). Make room" in full.errors) == (
+        3,
+        True,
+    )
+    assert not any((tmp_path / "full").iterdir())
     assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")
     assert_is_one_message(run_finetune("evaluate", tmp_path), "not the folder of a run", "config.yaml")
 
@@ -215,3 +229,11 @@ def test_every_train_command_of_the_readme_composes(tmp_path, monkeypatch):
         run_name = words.pop(0) if "=" not in words[0] else None
         if run_name is None or not run_name.startswith("runs/"):
             compose([word for word in words if "=" in word], run=run_name, complete=False)
+
+
+@pytest.mark.parametrize("words", ["runs", "init --file x.yaml", "config show quickstart", "--help"])
+def test_a_removed_current_folder_is_a_mistake_and_no_bug(words, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_is_one_message(run_finetune(*words.split()), "the current folder was removed")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import typer
@@ -122,7 +124,15 @@ def test_a_file_is_written_where_it_is_named_and_never_over_another():
         assert not Path("other.yaml").exists()
     nowhere = run_finetune("init", "--file", "no/folder/mine.yaml")
     assert nowhere.returncode == 2
-    assert "no/folder/mine.yaml cannot be written: No such file or directory." in nowhere.errors
+    assert re.search("--file is no/folder/mine.yaml, but there is no folder .*/no/folder", nowhere.errors)
+    Path("link.yaml").symlink_to("target.yaml")
+    assert "link.yaml exists already" in run_finetune("init", "--file", "link.yaml").errors
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch("finetune.runs.durable._sync", side_effect=full):
+        done = run_finetune("init", "--file", "full.yaml")
+    assert done.returncode == 3
+    assert "full.yaml cannot be written: No space left on device (ENOSPC). Make room there" in done.errors
+    assert not [*Path.cwd().glob("*full.yaml"), *Path.cwd().glob("target.yaml")]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
@@ -63,6 +64,10 @@ def _run(run: Callable[[list[str]], object], given: list[str]) -> None:
         configure_logs(0)  # before the configuration is read, which may warn
     error: BaseException = SystemExit(0)
     try:
+        try:
+            Path.cwd()
+        except FileNotFoundError:  # relative paths have no meaning, and MKL aborts the process
+            raise LaunchError("the current folder was removed. Change to another one, then try again.") from None
         run(given)
     except BaseException as raised:
         error = raised

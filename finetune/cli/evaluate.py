@@ -21,7 +21,7 @@ from finetune.cli.run_options import (
     SetOption,
     find_run_folder,
     log_as_this_rank,
-    refuse_missing_folder,
+    read_run_arguments,
 )
 from finetune.errors import ConfigError, ModelError, RequirementError, RunFailedError
 from finetune.fallbacks import Fallback
@@ -48,8 +48,8 @@ def evaluate(
     metrics: Sequence[str] | Mapping[str, Metric] = (),
     suites: Sequence[str] = (),
     against: str | Path | None = None,
-    base: str | None = None,
-    checkpoint: str | None = None,
+    base: str | Path | None = None,
+    checkpoint: str | int | None = None,
     overrides: Sequence[str] | Mapping[str, object] = (),
 ) -> Evaluation | None:
     """Measure a finished run on one of its splits, base against tuned, as `finetune evaluate` does.
@@ -82,12 +82,13 @@ def evaluate(
             f"metrics or suites has {others[0]!r}; expected names. Give functions by name: metrics={{NAME: function}}."
         )
     log_as_this_rank()
-    found = find_run(find_run_folder(Path(run)), overrides_of(overrides), base=base, checkpoint=checkpoint)
+    folder, base, checkpoint = read_run_arguments(run, base, checkpoint)
+    other = None if against is None else read_run_arguments(against, name="against")[0]
+    found = find_run(folder, overrides_of(overrides), base=base, checkpoint=checkpoint)
     own = metrics if isinstance(metrics, Mapping) else {}
     names = [*found.config.testing.metrics, *([] if own else given)]
     functions = {**resolve_functions(names, METRICS, asked_by="--metric"), **own}
     evaluations: list[Evaluation] = []
-    other = None if against is None else find_run_folder(Path(against))
     _measure_rows(found, split, functions, read_suites(suites), other, {}, evaluations.append)
     return evaluations[0] if evaluations else None
 
@@ -394,7 +395,9 @@ def _refuse_to_overwrite(option: str, file: Path | None) -> None:
         return
     if file.exists():
         raise ConfigError(f"{option} is {file}, which exists already and stays as it is. Name a new file.")
-    refuse_missing_folder(option, file)
+    from finetune.runs.output_files import refuse_unwritable
+
+    refuse_unwritable(option, file)
 
 
 def _write(option: str, file: Path, content: Mapping[str, Any] | str) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -22,6 +22,7 @@ from finetune.cli.run_options import (
     RunFolderArgument,
     SetOption,
     find_run_folder,
+    read_run_arguments,
     refuse_password,
     refuse_several_processes,
 )
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from finetune.export.model_card import Merged
     from finetune.inference.finished_run import FinishedRun
 
+_DTYPES = Literal["base", "float32", "bfloat16", "float16"]
+_BASES = Literal["base", "nf4-dequantized"]
 _QUANTIZED = ("q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k")
 _QUANTIZED_NAMES = f"{', '.join(_QUANTIZED[:-1])} or {_QUANTIZED[-1]}"
 _CONVERTED = "f32, f16, bf16, q8_0, or auto, which is the model's 16-bit type"
@@ -85,12 +88,12 @@ def merge(
     run: str | Path,
     out: str | Path | None = None,
     *,
-    dtype: Literal["base", "float32", "bfloat16", "float16"] = "base",
+    dtype: _DTYPES = "base",
     max_difference: float | None = None,
     add_system: bool = False,
-    into: Literal["base", "nf4-dequantized"] = "base",
-    base: str | None = None,
-    checkpoint: str | None = None,
+    into: _BASES = "base",
+    base: str | Path | None = None,
+    checkpoint: str | int | None = None,
     overrides: Sequence[str] | Mapping[str, object] = (),
 ) -> Merged:
     """Merge a run's adapter into its base and compare the result, as `finetune merge` does. In one process.
@@ -112,7 +115,14 @@ def merge(
     """
     from finetune.config.python_values import overrides_of
 
-    folder = find_run_folder(Path(run))
+    for name, value, argument in (("dtype", dtype, _DTYPES), ("into", into, _BASES)):
+        if value not in (expected := get_args(argument)):
+            raise ConfigError(f"merge: {name} is {value!r}; expected one of {', '.join(expected)}.")
+    if max_difference is not None and not (isinstance(max_difference, (int, float)) and max_difference >= 0):
+        raise ConfigError(f"merge: max_difference is {max_difference!r}; expected a number of at least 0.")
+    if not isinstance(out, (str, os.PathLike, type(None))):
+        raise ConfigError(f"merge: out is {out!r}; expected the path of a folder.")
+    folder, base, checkpoint = read_run_arguments(run, base, checkpoint)
     target = _beside(folder, "merged") if out is None else Path(out)
     options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system, "into": into}
     return _merge(folder, target, overrides_of(overrides), dtype, base=base, checkpoint=checkpoint, **options)[1]
@@ -140,18 +150,20 @@ def _merge(
     with importing():
         import torch
 
+        from finetune.distributed.open_launches import open_launch
         from finetune.export.merge import write_merged
         from finetune.export.merge_effect import load_on_dequantized_base, measure_merge
 
     stored_as, load = None if dtype == "base" else getattr(torch, dtype), None
     if into != "base":
         load, options["note"] = load_on_dequantized_base, "merged into the dequantized 4-bit weights of the base"
-    with waiting("merging, and comparing the merged model with the run"):
-        merged = write_merged(run, out, dtype=stored_as, load=load, **options)
-    if run.config.is_quantized:
-        with waiting("measuring what merging changes"):
-            effect = measure_merge(run, stored_as, load=load and partial(load, run))
-        merged = replace(merged, effect=tuple(effect.sentences()))
+    with open_launch(trains=False):  # refuses a second thread
+        with waiting("merging, and comparing the merged model with the run"):
+            merged = write_merged(run, out, dtype=stored_as, load=load, **options)
+        if run.config.is_quantized:
+            with waiting("measuring what merging changes"):
+                effect = measure_merge(run, stored_as, load=load and partial(load, run))
+            merged = replace(merged, effect=tuple(effect.sentences()))
     return run, merged
 
 
@@ -159,7 +171,7 @@ def merge_command(
     run_folder: RunFolderArgument,
     out: OutArgument = None,
     dtype: Annotated[
-        Literal["base", "float32", "bfloat16", "float16"],
+        _DTYPES,
         typer.Option(help="The type to store weights in. `base` takes the base model's."),
     ] = "base",
     max_difference: Annotated[
@@ -174,7 +186,7 @@ def merge_command(
         ),
     ] = False,
     into: Annotated[
-        Literal["base", "nf4-dequantized"],
+        _BASES,
         typer.Option(
             help="The weights to merge into. `nf4-dequantized`: the 4-bit weights that a QLoRA run trained on."
         ),

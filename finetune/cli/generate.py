@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,14 +26,14 @@ from finetune.cli.run_options import (
     ToolsOption,
     TopKOption,
     TopPOption,
-    find_run_folder,
     log_as_this_rank,
+    read_run_arguments,
     read_tools_option,
     refuse_password,
 )
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
-from finetune.terminal import EMPTY, json_text, print_json, print_table, visible
+from finetune.terminal import EMPTY, print_json, print_table, visible
 from finetune.units import counted
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def generate(
     *,
     system: str | None = None,
     compare: bool = False,
-    base: str | None = None,
-    checkpoint: str | None = None,
+    base: str | Path | None = None,
+    checkpoint: str | int | None = None,
     overrides: Sequence[str] | Mapping[str, object] = (),
     **options: Any,
 ) -> list[AnswerOfRun]:
@@ -111,19 +112,39 @@ def generate(
             f"prompts is {type(prompts).__name__}; expected a text, a row as a dict, or a list of them. For a "
             'DataFrame, give frame.to_dict("records").'
         )
-    log_as_this_rank(logging.WARNING)
-    found = find_run(
-        find_run_folder(Path(run)), overrides_of(overrides), base=base, checkpoint=checkpoint, is_alone=True
-    )
     questions: list[Prompt] = []
     for place, prompt in enumerate(prompts, start=1):
         source = f"prompt {place}"
         if isinstance(prompt, str):
             questions.append(user_prompt(prompt, source))
         else:
-            questions += [replace(each, source=source) for each in read_json_lines([json_text(prompt)], source)]
+            line = _as_json_line(prompt, source)
+            questions += [replace(each, source=source) for each in read_json_lines([line], source)]
+    log_as_this_rank(logging.WARNING)
+    folder, base, checkpoint = read_run_arguments(run, base, checkpoint)
+    found = find_run(folder, overrides_of(overrides), base=base, checkpoint=checkpoint, is_alone=True)
     records = _answer(found, questions, settings, compare=compare, limit="max_new_tokens")
     return [AnswerOfRun(**{**each, "base": each["base"]["answer"]} if compare else each) for each in records]
+
+
+def _as_json_line(row: object, source: str) -> str:
+    """Write a row of a script as JSON. Dates and numbers of other types become text.
+
+    Raises:
+        DataError: the row is no dict, has bytes, or has keys that are not text.
+    """
+
+    def as_text(value: object) -> str:
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            raise DataError(f"{source} has {type(value).__name__}; expected text. Decode it first: value.decode().")
+        return str(value)
+
+    if not isinstance(row, Mapping):
+        raise DataError(f"{source} is {type(row).__name__}; expected a text, or a row as a dict.")
+    try:
+        return json.dumps(dict(row), default=as_text)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{source} cannot be read as a row: {error}.") from error
 
 
 def _read_options(options: Mapping[str, Any]) -> AnswerSettings:

@@ -30,7 +30,9 @@ from finetune.data.readers import SUFFIXES, suffix_of
 from finetune.errors import CheckpointError, ConfigError, FinetuneError
 from finetune.logs import importing, waiting
 from finetune.runs.default_folder import with_chosen_folder
+from finetune.runs.durable import replace_file
 from finetune.runs.folder import RunFolder
+from finetune.runs.output_files import refuse_unwritable, writes
 from finetune.terminal import say
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def init_from_overrides(
 
     Raises:
         ConfigError: an override is wrong, the source cannot be translated, or the file exists. Nothing is written then.
+        RunFailedError: the disk is full.
     """
     overrides = overrides or []
     if run := run_and_overrides(overrides)[0]:
@@ -90,11 +93,9 @@ def init_from_overrides(
     if file is None:
         sys.stdout.write(text)
         return
-    try:
-        with file.open("x", encoding="utf-8") as written:
-            written.write(text)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file with --file.") from error
+    _refuse_existing(file)  # another program may have written it meanwhile
+    with writes(file, "Name another file with --file."):
+        replace_file(file, text.encode())
     with suppress(OSError), (file.parent / SCHEMA_FILE).open("x", encoding="utf-8") as schema:  # for editors only
         schema.write(schema_text())
     if number := text.count("\n# DECIDE: "):
@@ -343,8 +344,11 @@ def _file_of(folder: str) -> Path:
 
 
 def _refuse_existing(file: Path | None) -> None:
-    if file is not None and file.exists():
+    if file is None:
+        return
+    if file.exists() or file.is_symlink():
         raise ConfigError(f"{file} exists already. Nothing was written; name another file with --file.")
+    refuse_unwritable("--file", file)
 
 
 def _group_files(overrides: Sequence[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
-from finetune.cli.run_options import JsonOption, refuse_missing_folder
+from finetune.cli.run_options import JsonOption
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.diagnose.preview_splits import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible_token
@@ -69,7 +69,9 @@ def preview_from_overrides(
     Under a launcher, only the first process prints.
     """
     if table is not None:
-        refuse_missing_folder("--table", table)
+        from finetune.runs.output_files import refuse_unwritable
+
+        refuse_unwritable("--table", table)
     config = config_from_overrides(overrides or [], command="preview")
     if not is_first_process(os.environ):
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,8 @@ import typer
 
 from finetune.cli.run_options import JsonOption
 from finetune.errors import ConfigError
+from finetune.runs.durable import replace_file
+from finetune.runs.output_files import writes
 from finetune.terminal import print_json, say
 
 
@@ -38,17 +39,22 @@ def copy_recipe(
     """Copy a recipe or a launch file to a folder. The configs that it names stay in the package: a copy hides them.
 
     Raises:
-        ConfigError: there is no such file, or it exists in the folder already. Nothing is written then.
+        ConfigError: there is no such file, it exists in the folder already, or it cannot be written there. Nothing is
+            written then.
+        RunFailedError: the disk is full.
     """
     recipes, launch_files = _recipes(), _launch_files()
     source = launch_files.get(name) or recipes.get(name.removesuffix(".py"))
     if source is None:
         raise ConfigError(f"there is no recipe {name}. There are: {', '.join([*recipes, *launch_files])}.")
     target = folder / source.name
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} is there already. Nothing was written; name another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        raise ConfigError(f"{folder} is not a folder. Nothing was written; name another folder.")
+    with writes(target, "Name another folder: finetune recipes copy NAME FOLDER."):
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(target, source.read_bytes())
     given = "" if 'run="' in target.read_text(encoding="utf-8") else " model=phi_tiny data=orders"
     read = 'its first lines say how to start it, and the lines marked "edit" are for you to change'
     say(f"wrote {target}\nnext: {read if source in launch_files.values() else f'python {target}{given}'}")

@@ -14,7 +14,8 @@ from finetune.cli.run_options import RunFolderArgument, find_run_folder, refuse_
 from finetune.distributed.environment import is_first_process
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
-from finetune.runs.durable import describe_os_error, replace_file
+from finetune.runs.durable import replace_file
+from finetune.runs.output_files import refuse_unwritable, writes
 from finetune.terminal import say, shown_folder
 from finetune.units import format_bytes
 
@@ -51,6 +52,7 @@ def write_report(run_folders: Sequence[Path], output: Path | None, *, data: bool
     Raises:
         CheckpointError: a folder holds no run.
         ConfigError: the extra is missing, or the file cannot be written or is not a report.
+        RunFailedError: the disk is full.
     """
     from finetune.report.page import build_page, require_libraries
     from finetune.runs.recorded_run import open_runs
@@ -65,22 +67,16 @@ def write_report(run_folders: Sequence[Path], output: Path | None, *, data: bool
 
         previews = preview_data_of(runs)
     page = build_page(runs, previews).encode()
-    try:
+    with writes(path, "Name another file with --output."):
         replace_file(path, page)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {describe_os_error(error)}. Name another file with --output."
-        ) from error
     return f"{path} ({format_bytes(len(page))})"
 
 
 def _refuse_to_replace(path: Path) -> None:
-    """Refuse to replace anything but a report, and a folder that is not there."""
+    """Refuse to replace anything but a report, and a folder that takes no file."""
     from finetune.report.page import MARK
 
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder. Name another file with --output.")
-
+    refuse_unwritable("--output", path)
     if not path.exists() and not path.is_symlink():
         return
     if path.is_file() and not path.is_symlink():

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from finetune.distributed.environment import read_environment
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError, DataError, first_line
 from finetune.logs import configure_logs
 
 STYLES = {
@@ -23,11 +23,39 @@ Folder = TypeVar("Folder", Path, Path | None)
 
 
 def find_run_folder(folder: Folder) -> Folder:
-    """Return `runs/NAME` if there is no folder NAME here, but a run of this name in `runs`. Else return the folder."""
+    """Return `runs/NAME` if there is no folder NAME here, but a run of this name in `runs`. Else return the folder.
+
+    Raises:
+        ConfigError: the folder cannot be looked for.
+    """
     from finetune.config.config_files import SAVED_CONFIG
 
     in_runs = Path("runs", folder or "")
-    return in_runs if folder and not folder.exists() and (in_runs / SAVED_CONFIG).is_file() else folder
+    try:
+        return in_runs if folder and not folder.exists() and (in_runs / SAVED_CONFIG).is_file() else folder
+    except (OSError, ValueError) as error:  # closed by another user, a name that is too long, or one with a NUL
+        raise ConfigError(f"{str(folder)[:200]!r} is no folder that can be read: {first_line(error)[:200]}") from error
+
+
+def read_run_arguments(
+    run: object, base: object = None, checkpoint: object = None, *, name: str = "run"
+) -> tuple[Path, str | None, str | None]:
+    """Return the folder, the base and the checkpoint that a script names. `name` is the argument of the run.
+
+    Raises:
+        ConfigError: an argument has a type that it cannot have, or the folder cannot be read.
+    """
+    if not isinstance(run, (str, os.PathLike)) or "\0" in os.fspath(run):
+        raise ConfigError(f"{name} is {run!r}; expected the folder of a run, or its name in runs.")
+    if not isinstance(base, (str, os.PathLike, type(None))):
+        raise ConfigError(f"base is {base!r}; expected a folder or a hub id.")
+    if not isinstance(checkpoint, (str, int, type(None))) or isinstance(checkpoint, bool):
+        raise ConfigError(f"checkpoint is {checkpoint!r}; expected a step, or the text latest.")
+    return (
+        find_run_folder(Path(run)),
+        None if base is None else os.fspath(base),
+        None if checkpoint is None else str(checkpoint),
+    )
 
 
 RunFolderArgument = Annotated[
@@ -89,16 +117,6 @@ def refuse_password(value: str | None) -> str | None:
     if value is not None and (problem := password_problem(value)):
         raise ConfigError(problem)
     return value
-
-
-def refuse_missing_folder(option: str, file: Path) -> None:
-    """Refuse a file to write that is in no folder.
-
-    Raises:
-        ConfigError: names the option and the folder.
-    """
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{option} is {file}, but there is no folder {file.absolute().parent}. Make it first.")
 
 
 BaseOption = Annotated[

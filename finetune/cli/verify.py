@@ -16,7 +16,6 @@ from finetune.cli.run_options import (
     OptionRules,
     SetOption,
     find_run_folder,
-    refuse_missing_folder,
     refuse_several_processes,
 )
 from finetune.errors import ConfigError
@@ -115,7 +114,10 @@ def verify(
         from finetune.export.verifying import refuse_differences, verify_folder, verify_run
         from finetune.export.vllm_served import InVllm
         from finetune.inference.vllm_server import VllmServer
+        from finetune.runs.output_files import refuse_unwritable
 
+    if out is None and source.expanduser().is_dir():
+        refuse_unwritable("--out", source.expanduser() / CERTIFICATE)
     if server is not None:
         VllmServer(server, patience_seconds=0)  # refuses an address with a password before anything is computed
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
@@ -137,18 +139,21 @@ def verify(
 
         verified = replace(verified, replay=replay_losses(source, replay, settings or []))
     file = out or verified.folder / (CERTIFICATE if vllm is None else VLLM_CERTIFICATE)
+    if not as_json:
+        show_verified(verified)
     content = write_certificate(file, verified)
     if as_json:
         print_json(content)
     else:
-        show_verified(verified)
         say(f"Written: {shown_folder(file)}")
     refuse_differences(verified, file)
 
 
 def _refuse_other_file(out: Path) -> None:
-    """Refuse to replace a file that is not a certificate, or to write into a folder that does not exist."""
-    refuse_missing_folder("--out", out)
+    """Refuse to replace a file that is not a certificate, or to write into a folder that takes no file."""
+    from finetune.runs.output_files import refuse_unwritable
+
+    refuse_unwritable("--out", out)
     if not out.exists():
         return
     try:

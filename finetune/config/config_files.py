@@ -128,6 +128,9 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         return files[ours]
     if group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file():
         return saved
+    if group == RUN_FILES and path_exists(f"{name}/run.json", is_file=True):
+        problems.append(f"{choice}: this run has no {SAVED_CONFIG} any more. Restore it from a copy.")
+        return None
     from finetune.config.key_advice import closest
 
     folder = "configs" if group == RUN_FILES else f"configs/{group}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from finetune.config.keys import takes_text
@@ -38,9 +38,18 @@ def read_dict(values: Mapping[str, object], origin: str, problems: list[str]) ->
 
 
 def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:
-    """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`. A list of overrides is copied."""
+    """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`. A list of overrides is copied.
+
+    Raises:
+        ConfigError: the values are of another type.
+    """
+    if isinstance(values, str):
+        return [values]
     if not isinstance(values, Mapping):
-        return [values] if isinstance(values, str) else list(values)
+        overrides = list(values) if isinstance(values, Iterable) else [values]
+        if others := [each for each in overrides if not isinstance(each, str)]:
+            raise ConfigError(f"{SCRIPT} has {others[0]!r}; expected texts such as lora.r=8, or a dict.")
+        return overrides
     overrides = []
     for key, value in values.items():
         try:

@@ -22,6 +22,10 @@ _log = logging.getLogger(__name__)
 def read_saved(path: Path, problems: list[str]) -> list[Setting]:
     """Read the settings that a run saved, with today's keys."""
     settings = read_settings(path, shown_path(path), problems)
+    # Each line is a key. A line that was cut must not be read as a shorter value, nor a lost one as the default.
+    is_run = path_exists(str(path.with_name("run.json")), is_file=True)
+    if is_run and not (settings and path.read_bytes().endswith(b"\n")):
+        problems.append(f"{shown_path(path)}: the file of this run is empty or cut short. Restore it from a copy.")
     if not settings:  # a new run
         return []
     from finetune.config.older_spelling import with_current_keys

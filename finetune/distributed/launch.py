@@ -83,7 +83,6 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         PreemptedError: a signal came before the first step.
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
-    refuse_modes(trains=trains)
     with open_launch(trains=trains) as is_nested, _join_and_leave(config, trains, log_level, is_nested) as runtime:
         yield runtime
 
@@ -91,6 +90,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
 @contextmanager
 def _join_and_leave(config: Config, trains: bool, log_level: int, is_nested: bool) -> Iterator[Runtime]:
     """Do what `launch` does. `is_nested`: this process is in another launch, which owns the world."""
+    refuse_modes(trains=trains)  # only now: another thread, which loads a model in its type, is refused as a thread
     environment = joined_environment()
     num_processes = config.parallel.num_processes or 1
     is_to_spawn = environment.may_spawn and num_processes > 1 and not is_joined()

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -17,16 +16,8 @@ from finetune.errors import LaunchError
 from finetune.logs import PACKAGE
 from finetune.signals import after_fork_in_child, is_in_steps
 
-
-@dataclass(eq=False)
-class _OpenLaunch:
-    """A launch that has not ended."""
-
-    thread: threading.Thread
-    trains: bool
-
-
-_open: list[_OpenLaunch] = []
+_open: list[threading.Thread] = []
+"""The thread of each launch that has not ended."""
 _lock = threading.Lock()
 after_fork_in_child(_open.clear)
 
@@ -39,12 +30,12 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
     launch as they were.
 
     Raises:
-        LaunchError: another thread trains, or a callback trains or launches on several ranks.
+        LaunchError: another thread is in a launch, or a callback trains or launches on several ranks.
     """
-    mine = _OpenLaunch(threading.current_thread(), trains)
+    mine = threading.current_thread()
     with _lock:
-        others = [launch for launch in _open if launch.thread.is_alive()]
-        _refuse_second_run(others, mine)
+        others = [thread for thread in _open if thread.is_alive()]
+        _refuse_second_run(others, trains=trains)
         _open.append(mine)
     restore = _copy_state() if others else None
     if restore is not None:
@@ -59,15 +50,17 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
             restore()
 
 
-def _refuse_second_run(others: list[_OpenLaunch], mine: _OpenLaunch) -> None:
+def _refuse_second_run(others: list[threading.Thread], *, trains: bool) -> None:
     """Raise LaunchError if a launch would change the numbers of another one."""
-    if any(mine.trains or other.trains for other in others if other.thread is not mine.thread):
+    if any(thread is not threading.current_thread() for thread in others):
+        # transformers sets torch's default type for the whole process while it loads a model.
         raise LaunchError(
-            "another thread of this process is in a run. Two runs in one process draw from one random generator, so "
-            "both would get other numbers. Start the second run after the first has returned, or in another process."
+            "another thread of this process is in a run: it trains, answers, evaluates or merges. Both threads would "
+            "share one random generator and torch's default type, so both could get other numbers. Start the second "
+            "after the first has returned, or in another process."
         )
-    if others and is_in_steps() and (mine.trains or is_joined()):
-        what = "A second run" if mine.trains else "With several ranks, a second launch"
+    if others and is_in_steps() and (trains or is_joined()):
+        what = "A second run" if trains else "With several ranks, a second launch"
         raise LaunchError(
             f"this process is training, and its run has called a function that launches again. {what} cannot begin "
             "inside a callback, a metric or a reward function. Call it after the run has returned, or start it as a "

@@ -179,7 +179,7 @@ def write_gguf(
     if not gguf.allows_differences:
         refuse_other_ids(reading)
     kept = gguf.quantizer and gguf.quantizer.workspace
-    with nullcontext(str(kept)) if kept else tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
+    with nullcontext(str(kept)) if kept else tempfile.TemporaryDirectory(dir=writer.path) as aside:
         converted, unquantized = Path(aside, name), Path(aside, "unquantized.gguf")
         if not unquantized.is_file():
             header = convert(model, converted, gguf, reading)

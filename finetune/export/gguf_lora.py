@@ -61,7 +61,7 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
     _refuse_what_is_lost(run.weights)
     base, tokenizer = _base_folder(run), build_run_tokenizer(run.config)
     size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.weight_type) if with_base else 0)
-    with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
+    with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path) as aside:
         num_tensors = _write_adapter(run.weights, base, writer, Path(aside), gguf)
         vectors = replace(vectors_of_run(run), trained=digest_weight_files(run.weights))
         write_vectors(writer, vectors)

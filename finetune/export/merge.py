@@ -29,7 +29,7 @@ from finetune.engine.decoder import bare_model
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
 from finetune.export.model_card import Merged, fill_card, hub_base
-from finetune.export.out_folder import nearest_parent, new_folder, refuse_taken
+from finetune.export.out_folder import folder_beside, new_folder
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.system_turn import usual_system, with_default_system
 from finetune.export.vectors import (
@@ -140,9 +140,8 @@ def write_merged(
 @contextmanager
 def merged_beside(run: FinishedRun, out: Path) -> Iterator[Merged]:
     """Merge a run into a temporary folder on the disk of `out`, for a format that converts it; see `write_merged`."""
-    out = refuse_taken(out)
-    with tempfile.TemporaryDirectory(dir=nearest_parent(out), prefix=f".{out.name}.") as aside:
-        yield write_merged(run, Path(aside, "merged"))
+    with folder_beside(out) as aside:
+        yield write_merged(run, aside / "merged")
 
 
 def load_tuned_model(run: FinishedRun) -> Any:

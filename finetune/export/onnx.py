@@ -65,7 +65,7 @@ def export_onnx(
     vectors = read_vectors(model)
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     with new_folder(out, (4 if weight_type == "f32" else 2) * size) as writer:
-        with tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
+        with tempfile.TemporaryDirectory(dir=writer.path) as aside:
             _build(model, Path(aside), weight_type)
             for built in sorted(path for path in Path(aside).iterdir() if path.is_file()):
                 writer.write(built.name, read_chunks(built))

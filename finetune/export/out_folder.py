@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.durable import FolderWriter, committed_folder, describe_os_error, disk_failures_end_the_run
+from finetune.runs.durable import (
+    FolderWriter,
+    committed_folder,
+    describe_os_error,
+    disk_failures_end_the_run,
+    remove,
+)
 from finetune.runs.file_lock import FileLock, describe_holder, try_file_lock
 from finetune.units import format_bytes
 
@@ -29,7 +35,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
         RunFailedError: the disk has too little room, or failed, or a file that the block reads cannot be read.
     """
     out = refuse_taken(out)
-    above = nearest_parent(out)
+    above = _nearest_parent(out)
     free, needed = shutil.disk_usage(above).free, num_bytes + SPARE_BYTES
     if free < needed:
         raise RunFailedError(
@@ -50,6 +56,27 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
         refuse_taken(out)
 
 
+@contextmanager
+def folder_beside(out: Path) -> Iterator[Path]:
+    """Yield an empty folder on the disk of `out`, and remove it at the end.
+
+    If this process is killed, the next call for the same `out` removes it.
+
+    Raises:
+        CheckpointError: see `refuse_taken`; or another process is writing `out`.
+        RunFailedError: the disk refused.
+    """
+    out = refuse_taken(out)
+    aside = out.with_name(f".{out.name}.aside")
+    with ExitStack() as stack:
+        with disk_failures_end_the_run("Writing", aside, then="run the command again"):
+            stack.enter_context(_lock(out, "aside.lock"))
+            remove(aside)
+            stack.callback(remove, aside)
+            aside.mkdir()
+        yield aside
+
+
 def refuse_taken(out: Path) -> Path:
     """Refuse to overwrite anything. Returns the folder's absolute path.
 
@@ -59,21 +86,21 @@ def refuse_taken(out: Path) -> Path:
     out = out.expanduser().absolute()
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not an empty folder. Name another; nothing was changed.")
-    above = nearest_parent(out)
+    above = _nearest_parent(out)
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise CheckpointError(f"{above} is not a folder that you can write to. Name a folder elsewhere.")
     return out
 
 
-def _lock(out: Path) -> FileLock:
-    """Take the lock of a folder, because a second writer would remove the temporary folder of the first.
+def _lock(out: Path, name: str = "lock") -> FileLock:
+    """Take a lock of a folder, because a second writer would remove the temporary folder of the first.
 
     Raises:
         CheckpointError: another process has it.
         OSError: the disk refused, or has no locks.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    file = out.with_name(f".{out.name}.lock")
+    file = out.with_name(f".{out.name}.{name}")
     lock = try_file_lock(file)
     if lock is None:
         raise CheckpointError(
@@ -83,6 +110,6 @@ def _lock(out: Path) -> FileLock:
     return lock
 
 
-def nearest_parent(out: Path) -> Path:
+def _nearest_parent(out: Path) -> Path:
     """Return the nearest folder above a path that exists."""
     return next(folder for folder in out.parents if os.path.lexists(folder))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from finetune.export.gguf import Gguf, export_model
 from finetune.export.gguf_served import MOST_TOKENS, QUANTIZED
 from finetune.export.merge import write_merged
 from finetune.export.onnx import export_onnx
-from finetune.export.out_folder import nearest_parent, new_folder, refuse_taken
+from finetune.export.out_folder import folder_beside, new_folder, refuse_taken
 from finetune.export.runtimes import runtime_of
 from finetune.export.vectors import CERTIFICATE, LOGITS_FILE, VECTORS_FILE, read_vectors, write_vectors
 from finetune.export.verifying import summarize_mismatches, verify_folder
@@ -94,7 +93,7 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
     """
     out = refuse_taken(out)
     refuse_rows_without_answer(run)
-    with tempfile.TemporaryDirectory(dir=nearest_parent(out), prefix=f".{out.name}.") as place:
+    with folder_beside(out) as place:
         rows, error, note = _Rows(run), None, ""
         with waiting("measuring the run itself"):
             evaluation = measure_run(run, rows.select)

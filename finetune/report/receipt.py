@@ -15,6 +15,7 @@ from finetune.model.published import published_sizes
 from finetune.report.page import page_template
 from finetune.runs.durable import describe_os_error, replace_file
 from finetune.runs.metrics import number_in
+from finetune.runs.output_files import writes
 from finetune.runs.recorded_rows import read_row_record
 from finetune.runs.recorded_run import RecordedRun, mapping
 
@@ -139,6 +140,7 @@ def write_receipt(run: RecordedRun) -> tuple[Path, Path]:
 
     Raises:
         CheckpointError, ConfigError: see `build_receipt`; or a file cannot be written.
+        RunFailedError: the disk is full.
     """
     receipt = build_receipt(run)
     sections: dict[str, list[tuple[str, Any]]] = {}
@@ -147,10 +149,8 @@ def write_receipt(run: RecordedRun) -> tuple[Path, Path]:
     page = page_template("receipt.html.j2").render(sections=sections, name=run.folder.path.resolve().name)
     files = {JSON_NAME: json.dumps(receipt, indent=2, allow_nan=False) + "\n", PAGE_NAME: page}
     for name, text in files.items():
-        try:
+        with writes(run.folder.path / name, "Copy the run's folder to a place that you can write."):
             replace_file(run.folder.path / name, text.encode())
-        except OSError as error:
-            raise ConfigError(f"{run.folder.path / name} cannot be written: {describe_os_error(error)}.") from error
     return run.folder.path / JSON_NAME, run.folder.path / PAGE_NAME
 
 

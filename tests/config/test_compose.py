@@ -304,3 +304,24 @@ def test_where_each_value_came_from(write):
 def test_the_folder_of_a_run_that_was_not_told_one(write, words, folder):
     write("some/where.yaml", "seed: 1\n")
     assert compose(words, complete=False).output_dir == folder
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", r"run/config\.yaml: the file of this run is empty or cut short"),
+        (
+            "model:\n  path: a\noptim:\n  learning_rate: 1",
+            r"run/config\.yaml: the file of this run is empty or cut short",
+        ),
+        (None, r"run=run: this run has no config\.yaml any more"),
+    ],
+)
+def test_a_run_that_lost_its_configuration_does_not_get_the_defaults(content, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    if content is not None:
+        (tmp_path / "run" / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=why):
+        compose([], run="run", complete=False)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
@@ -19,12 +20,13 @@ from transformers import AutoTokenizer
 
 import finetune
 from finetune.cli.export import merge_command as merge
-from finetune.errors import CheckpointError, ConfigError, RunFailedError
+from finetune.distributed.launch import launch
+from finetune.errors import CheckpointError, ConfigError, LaunchError, RunFailedError
 from finetune.export import merge as merging
 from finetune.export import out_folder
 from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.model_card import fill_card, hub_base
-from finetune.export.out_folder import new_folder
+from finetune.export.out_folder import folder_beside, new_folder
 from finetune.export.vectors import Vector
 from finetune.export.verifying import verify_folder
 from tests.export.finished_runs import write_run
@@ -61,6 +63,14 @@ def merged(run):
     merged = finetune.merge(run.folder.path)
     assert merged.folder == run.folder.path.with_name("orders-merged")
     return merged
+
+
+def test_a_merge_beside_a_launch_of_another_thread_is_refused(run, tmp_path):
+    with ThreadPoolExecutor(1) as pool, launch(run.config, trains=False):
+        merging_there = pool.submit(finetune.merge, run.folder.path, tmp_path / "merged")
+        with pytest.raises(LaunchError, match="another thread of this process is in a run"):
+            merging_there.result()
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.slow
@@ -252,6 +262,19 @@ def test_a_second_writer_of_the_folder_is_refused_and_the_first_one_goes_on(tmp_
         writer.write("b", [b"first"])
     assert sorted(path.name for path in out.iterdir()) == ["a", "b", "manifest.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_beside_another_has_one_writer_and_nothing_of_a_killed_one(tmp_path):
+    out = tmp_path / "new" / "out"
+    with patch.object(out_folder, "remove"), folder_beside(out) as aside:  # as a killed process, which removes nothing
+        (aside / "model.safetensors").write_bytes(b"weights")
+    with folder_beside(out) as aside:
+        assert [*aside.iterdir()] == []
+        with pytest.raises(CheckpointError, match=rf"out is being written by process {os.getpid()} on .* Wait for it"):
+            folder_beside(out).__enter__()
+        with new_folder(out, 0) as writer:
+            writer.write("a", [b"first"])
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 def test_a_full_disk_and_a_missing_source_are_told_apart(tmp_path):

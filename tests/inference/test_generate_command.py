@@ -1,12 +1,14 @@
 import io
 import json
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 import finetune
 from finetune.cli.generate import generate_command as generate
-from finetune.errors import ConfigError, DataError
+from finetune.errors import CheckpointError, ConfigError, DataError, ModelError
 
 PROMPTS = ["Please send 3 crates of oranges to Marta Ruiz in Porto by Friday", "Two pens.", "330 notebooks to Tamara"]
 SHORT = {"max_new_tokens": 12}
@@ -59,6 +61,11 @@ class DataFrame(list):
     [
         (None, {}, "prompts is NoneType; expected a text, a row"),
         (DataFrame(["prompt"]), {}, "prompts is DataFrame"),
+        ([b"a"], {}, "prompt 1 is bytes; expected a text, or a row as a dict"),
+        (["a", {"prompt": b"a"}], {}, r"prompt 2 has bytes; expected text\. Decode it first"),
+        ({"messages": [{"role": "user", "content": b"a"}]}, {}, "prompt 1 has bytes"),
+        ({"prompt": "a", "score": float("nan")}, {}, "NaN is not a JSON value"),
+        ({("a",): "a"}, {}, "prompt 1 cannot be read as a row: keys must be str"),
         ("a", {"max_tokens": 3}, "generate has no argument max_tokens. Its options are system, tools, max_new_tokens"),
         ("a", {"tools": "nope"}, "tools is 'nope'; expected a list of objects"),
         ("a", {"tools": 5}, "tools is 5; expected a list of objects"),
@@ -78,6 +85,46 @@ class DataFrame(list):
 def test_wrong_arguments_of_a_script_are_refused_before_the_run_is_read(tmp_path, prompts, options, why):
     with pytest.raises((ConfigError, DataError), match=why):
         finetune.generate(tmp_path, prompts, **options)
+
+
+@pytest.mark.parametrize("call", [partial(finetune.generate, prompts="a"), finetune.evaluate, finetune.merge])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"run": None}, "run is None; expected the folder of a run"),
+        ({"run": b"runs"}, "run is b'runs'; expected the folder of a run"),
+        ({"run": "a\0b"}, "run is 'a.*b'; expected the folder of a run"),
+        ({"run": "a" * 5000}, r"'a{200}' is no folder that can be read: .*File name too long"),
+        ({"base": 3}, "base is 3; expected a folder or a hub id"),
+        ({"checkpoint": 2.5}, r"checkpoint is 2\.5; expected a step, or the text latest"),
+        ({"overrides": 3}, "overrides has 3; expected texts such as"),
+        ({"overrides": ["lora.r=8", b"a"]}, "overrides has b'a'; expected texts such as"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_each_function(tmp_path, call, options, why):
+    with pytest.raises(ConfigError, match=why):
+        call(**{"run": tmp_path, **options})
+
+
+def test_a_checkpoint_may_be_a_number_and_a_base_a_path(adapter_run):
+    with pytest.raises(CheckpointError, match=r"--checkpoint is 99, but .* has no such checkpoint"):
+        finetune.generate(adapter_run, "a", checkpoint=99)
+    with pytest.raises(ModelError, match="there is no such folder"):
+        finetune.generate(adapter_run, "a", base=Path("/no/such/base"))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; expected one of base, float32, bfloat16, float16"),
+        ({"into": "nf4"}, "into is 'nf4'; expected one of base, nf4-dequantized"),
+        ({"max_difference": "x"}, "max_difference is 'x'; expected a number of at least 0"),
+        ({"out": 3}, "out is 3; expected the path of a folder"),
+    ],
+)
+def test_wrong_arguments_of_a_merge_are_refused_before_it(tmp_path, options, why):
+    with pytest.raises(ConfigError, match=why):
+        finetune.merge(tmp_path, **options)
 
 
 def test_answers_that_did_not_end_are_counted(adapter_run, capsys):

@@ -407,7 +407,7 @@ def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, m
     with pytest.raises(ConfigError, match="was not written by finetune report"):
         report([folder], output=mine)
     assert mine.read_text() == "<!doctype html>"
-    with pytest.raises(ConfigError, match=r"cannot be written: .*/no is not a folder"):
+    with pytest.raises(ConfigError, match=r"--output is .*, but there is no folder .*/no"):
         report([folder], output=tmp_path / "no" / "folder.html", data=False)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     report([folder], data=False)
