@@ -5,10 +5,12 @@ Each layer is merged in fp32, and rounded once to the type in which it is stored
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,6 +52,7 @@ from finetune.model.tokens import build_run_tokenizer, set_stop_and_pad_ids
 from finetune.runs.durable import Chunks
 from finetune.runs.model_files import encode_full_model, encode_tokenizer, has_adapter
 from finetune.runs.tensors import TensorFile, read_tensors
+from finetune.units import format_bytes
 
 _MOST_LOST = 0.5
 """The largest part of the adapter's own effect that rounding may take away."""
@@ -273,6 +276,12 @@ def _reload(folder: Path, unanswered: Sequence[Vector]) -> tuple[dict[str, Any],
         process = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
         if process.returncode != 0:
             reason = last_line(process.stderr) or f"exit code {process.returncode}"
+            if os.strerror(errno.ENOSPC) in reason:
+                raise RunFailedError(
+                    f"the merged model could not be compared: {reason}. The logits are written to {scratch}, where "
+                    f"{format_bytes(shutil.disk_usage(scratch).free)} are free. Make room there, or set TMPDIR to a "
+                    "folder on another disk. The merged model was removed again."
+                )
             raise RunFailedError(
                 f"the merged model was written, but transformers alone cannot load it: {reason}. It was removed again."
             )

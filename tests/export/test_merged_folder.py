@@ -355,3 +355,9 @@ def test_it_is_for_one_process(run, tmp_path):
     ):
         merge(run.folder.path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_temporary_folder_is_not_taken_for_a_broken_model(tmp_path):
+    full = subprocess.CompletedProcess([], 1, "", "SafetensorError: I/O error: No space left on device (os error 28)")
+    with patch("subprocess.run", return_value=full), pytest.raises(RunFailedError, match="or set TMPDIR to a folder"):
+        merging._reload(tmp_path, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
