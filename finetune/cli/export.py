@@ -199,7 +199,8 @@ def merge_command(
         say(f"{sentence[0].upper()}{sentence[1:]}.")
     say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
     _say_system(out)
-    say(f"Next: finetune verify {out}, finetune export gguf {out} GGUF_FOLDER, or finetune push {out} OWNER/NAME")
+    model = shlex.quote(str(out))
+    say(f"Next: finetune verify {model}, finetune export gguf {model} GGUF_FOLDER, or finetune push {model} OWNER/NAME")
 
 
 def with_format(arguments: list[str], formats: Collection[str]) -> list[str]:
@@ -395,7 +396,7 @@ def onnx_command(
     show_verified(verified)
     for mismatch in verified.mismatches:
         _log.warning("kept though it differs: %s", mismatch)
-    say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
+    say(f"Next: finetune verify {shlex.quote(str(out))}, or serve it (docs/tasks/serve.md)")
 
 
 def vllm_command(
@@ -486,7 +487,8 @@ def smallest_command(
         )
     for difference in search.differences:
         _log.warning("kept though it differs: %s", difference)
-    say(f"Written to {out}, with its certificate.{'' if search.differences else f' Next: finetune verify {out}'}")
+    advice = "" if search.differences else f" Next: finetune verify {shlex.quote(str(out))}"
+    say(f"Written to {out}, with its certificate.{advice}")
 
 
 def push(
@@ -544,7 +546,7 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
         say(exported.token_ids)
         say(f"Note: {exported.note}.") if exported.note else None
     if is_gguf and find_gguf(out.expanduser()) and (out.expanduser() / VECTORS_FILE).is_file():
-        say(f"Next: finetune verify {out}")
+        say(f"Next: finetune verify {shlex.quote(str(out))}")
     if (out.expanduser() / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 

@@ -96,7 +96,8 @@ def is_address(path: str) -> bool:
 
 def is_run_file(argument: str) -> bool:
     """Return whether an argument without a key names a run file, or the folder of a run."""
-    if "=" in argument or argument.startswith("-"):
+    key, equals, _ = argument.partition("=")
+    if (equals and "/" not in key) or argument.startswith("-"):  # runs/lr=0.1 is a folder, because no key has a slash
         return False
     is_named = argument.endswith(_SUFFIXES) or argument in named_files(RUN_FILES)
     return is_named or path_exists(f"{argument}/{SAVED_CONFIG}", is_file=True)
