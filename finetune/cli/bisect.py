@@ -48,9 +48,11 @@ def bisect(
     as_json: JsonOption = False,
 ) -> None:
     """Compute steps of two runs again, print the first that differs, and its cause."""
+    from finetune.config.config_files import is_run_file
+
     refuse_several_processes("bisect")
     configure_logs(rank=0)
-    is_run = other is not None and len(other) == 1 and "=" not in other[0]
+    is_run = other is not None and len(other) == 1 and ("=" not in other[0] or is_run_file(other[0]))
     rules = OptionRules({"--python": python, "--steps": steps, "another run": is_run, "OVERRIDES": bool(other)})
     rules.exclude("--steps", "another run", because="the steps of two runs are those up to the first difference.")
     rules.exclude("--python", "OVERRIDES", because="an environment is compared under the settings of one run.")

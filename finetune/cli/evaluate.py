@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -279,9 +280,10 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
     objective = run.config.objective
     if objective.compares_answers and _keeps_data(run, "path", "mixture", "train", "validation", "test"):
         row_type = "pairs of answers" if objective.compares_pairs else "labelled answers"
+        report = shlex.join(["finetune", "report", str(run.folder.path)])
         raise ConfigError(
             f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer. Give such rows "
-            f"with data.path=FILE; `finetune report {run.folder.path}` shows the rewards."
+            f"with data.path=FILE; `{report}` shows the rewards."
         )
 
 

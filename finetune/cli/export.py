@@ -210,7 +210,8 @@ def merge_command(
         say(f"{sentence[0].upper()}{sentence[1:]}.")
     say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
     _say_system(out)
-    say(f"Next: finetune verify {out}, finetune export gguf {out} GGUF_FOLDER, or finetune push {out} OWNER/NAME")
+    model = shlex.quote(str(out))
+    say(f"Next: finetune verify {model}, finetune export gguf {model} GGUF_FOLDER, or finetune push {model} OWNER/NAME")
 
 
 def with_format(arguments: list[str], formats: Collection[str]) -> list[str]:
@@ -406,7 +407,7 @@ def onnx_command(
     show_verified(verified)
     for mismatch in verified.mismatches:
         _log.warning("kept though it differs: %s", mismatch)
-    say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
+    say(f"Next: finetune verify {shlex.quote(str(out))}, or serve it (docs/tasks/serve.md)")
 
 
 def vllm_command(
@@ -497,7 +498,8 @@ def smallest_command(
         )
     for difference in search.differences:
         _log.warning("kept though it differs: %s", difference)
-    say(f"Written to {out}, with its certificate.{'' if search.differences else f' Next: finetune verify {out}'}")
+    advice = "" if search.differences else f" Next: finetune verify {shlex.quote(str(out))}"
+    say(f"Written to {out}, with its certificate.{advice}")
 
 
 def push(
@@ -555,7 +557,7 @@ def _say_exported(exported: Exported, out: Path) -> None:
         say(exported.token_ids)
         say(f"Note: {exported.note}.") if exported.note else None
         if find_gguf(folder) and (folder / VECTORS_FILE).is_file():
-            say(f"Next: finetune verify {out}")
+            say(f"Next: finetune verify {shlex.quote(str(out))}")
     if (folder / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 

@@ -58,6 +58,7 @@ class AnswerOfRun(NamedTuple):
     prompt: str
     """The last turn of the prompt."""
     answer: str
+    """The exact text. If the answer has thinking or calls, it has no white space around it."""
     ended_by: Literal["stop", "length"]
     """`length` if the answer did not end within `max_new_tokens` or the model's context."""
     num_tokens: int
@@ -335,9 +336,9 @@ def _answer_all(
     for model in reversed(models):
         answers = generator.batch(model, encoded, batch_size=batch_size)
         for record, ids, room in zip(records, answers, rooms, strict=True):
-            parts = generator.read(ids)
+            parts, exact = generator.read(ids), generator.text(ids)  # the text of `parts` is stripped, to score it
             answer = {
-                "answer": parts.text,
+                "answer": exact if exact.strip() == parts.text else parts.text,
                 **({"reasoning": parts.reasoning} if parts.reasoning else {}),
                 **({"tool_calls": parts.calls} if parts.calls else {}),
                 "ended_by": "stop" if len(ids) < room else "length",
@@ -353,8 +354,8 @@ def show_records(records: list[dict[str, Any]], *, as_json: bool, compare: bool)
         if as_json:
             print_json(record, indent=None)
         elif compare:
-            answers = {"base": record["base"]["answer"] or EMPTY, "tuned": record["answer"] or EMPTY}
+            answers = {"base": record["base"]["answer"].strip() or EMPTY, "tuned": record["answer"].strip() or EMPTY}
             answers |= {"expected": record["expected"]} if "expected" in record else {}
             print_table(list(answers), [list(answers.values())], title=record["prompt"])
         else:
-            sys.stdout.write(f"{visible(record['answer']) or EMPTY}\n")
+            sys.stdout.write(f"{visible(record['answer'].strip()) or EMPTY}\n")

@@ -96,7 +96,7 @@ def is_address(path: str) -> bool:
 
 def is_run_file(argument: str) -> bool:
     """Return whether an argument without a key names a run file, or the folder of a run."""
-    if "=" in argument or argument.startswith("-"):
+    if "=" in argument.partition("/")[0] or argument.startswith("-"):  # runs/lr=0.1 is a folder: no key has a slash
         return False
     is_named = argument.endswith(_SUFFIXES) or argument in named_files(RUN_FILES)
     return is_named or path_exists(f"{argument}/{SAVED_CONFIG}", is_file=True)

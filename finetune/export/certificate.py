@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -91,7 +92,7 @@ def read_certificates(folder: Path) -> str | None:
 
 def _read_as_table(file: Path) -> str:
     folder = file.parent
-    again = f"Make it again with finetune verify {folder}."
+    again = f"Make it again with finetune verify {shlex.quote(str(folder))}."
     try:
         content = json.loads(read_regular(file))
         if content["verdict"] != "same":

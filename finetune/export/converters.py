@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,9 +101,8 @@ def refuse_no_model(model: Path) -> None:
     if (model / "config.json").is_file() and any(model.glob("*.safetensors")):
         return
     if (model / "config.yaml").is_file() or (model / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{model} is a run or an adapter, not a model. Merge it first: finetune merge {model} OUT."
-        )
+        merge = shlex.join(["finetune", "merge", str(model), "OUT"])
+        raise CheckpointError(f"{model} is a run or an adapter, not a model. Merge it first: {merge}.")
     raise CheckpointError(
         f"{model} is not a model folder: it has no config.json with weights. Name a folder that finetune merge wrote."
     )

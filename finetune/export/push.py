@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,13 +151,14 @@ def upload_package(upload: Upload, message: str) -> str:
 
 def _pack_adapter(source: Path, base: str | None) -> Package:
     run = find_run(source, ["model.trust_remote_code=false"], is_alone=True)  # no model is loaded
+    target = shlex.join([str(source), "OUT"])
     if run.is_full:
-        raise CheckpointError(f"{source} trained every weight. Write its model first: finetune merge {source} OUT.")
+        raise CheckpointError(f"{source} trained every weight. Write its model first: finetune merge {target}.")
     base = base or hub_base(run)
     if base is None:
         raise ConfigError(
             "the adapter's base is a local folder, which nobody else could load. Name the base's hub id with --base, "
-            f"or push the whole model: finetune merge {source} OUT."
+            f"or push the whole model: finetune merge {target}."
         )
     files = _files_of(run.weights)
     config = json.loads((run.weights / ADAPTER_CONFIG).read_text(encoding="utf-8"))

@@ -15,12 +15,15 @@ from finetune.errors import CheckpointError, ModelError
 from finetune.limits import read_regular
 from finetune.model.base import train_first_half
 from finetune.runs.model_files import load_model
-from finetune.units import name_first
+from finetune.runs.tensors import read_tensors
+from finetune.units import counted, name_first
 
 if TYPE_CHECKING:
     from finetune.config.schema import LoraSection
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_OF_LORA = ".lora_"
+"""The part of a tensor's name between its layer and what it is there."""
 _SVD_ITERATIONS = 16
 """Iterations of the fast decomposition, as in the experiments of the PiSSA paper."""
 _log = logging.getLogger(__name__)
@@ -72,12 +75,13 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
         raise ModelError(f"lora.start_from: {folder / _CONFIG} cannot be read: {error}") from error
     _refuse_other_base(folder, record, model, section)
     (config,) = model.peft_config.values()
-    if differences := list(_config_differences(record, config)):
-        raise ModelError(
-            f"lora.start_from: the adapter in {folder} differs from the one to train: {'; '.join(differences)}. Give "
-            "the lora section it was trained with."
-        )
     try:
+        differences = [*_config_differences(record, config), *_layer_differences(folder / _WEIGHTS, model)]
+        if differences:
+            raise ModelError(
+                f"lora.start_from: the adapter in {folder} differs from the one to train: {'; '.join(differences)}. "
+                "Give the lora section it was trained with."
+            )
         num_tensors = load_model(model, folder)
     except CheckpointError as error:
         raise ModelError(f"lora.start_from: {error}") from error
@@ -129,7 +133,7 @@ def _refuse_other_base(folder: Path, record: Mapping[str, Any], model: Any, sect
 
 
 def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]:
-    """Yield the differences between two adapter configurations that the shapes of the weights do not show."""
+    """Yield the differences between two adapter configurations."""
     if record.get("peft_type") != "LORA":
         yield f"its peft_type is {record.get('peft_type')}, not LORA"
         return
@@ -141,9 +145,31 @@ def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]
             f"it has lora.r={record['r']}, lora.alpha={record['lora_alpha']:g} and lora.rslora={json.dumps(is_root)}, "
             f"this run {config.r}, {config.lora_alpha:g} and {json.dumps(config.use_rslora)}"
         )
+    is_dora = bool(record.get("use_dora"))
+    if is_dora != config.use_dora:
+        yield f"it has lora.dora={json.dumps(is_dora)}, this run {json.dumps(config.use_dora)}"
     tokens = record.get("trainable_token_indices")
     if tokens != config.trainable_token_indices:
         yield f"it trains the rows {tokens} of the embedding, this run {config.trainable_token_indices}"
     for key in ("rank_pattern", "alpha_pattern"):
         if (record.get(key) or {}) != getattr(config, key):
             yield f"its {key} is {record.get(key) or 'empty'}, here {getattr(config, key) or 'empty'}"
+
+
+def _layer_differences(file: Path, model: Any) -> Iterator[str]:
+    """Yield the difference between the layers that an adapter on disk adapts and those that a model's adapter adapts.
+
+    The tensors of the file are compared: PEFT's configuration may have names, full names or a regular expression.
+    """
+    there = {name.partition(_OF_LORA)[0] for name in read_tensors(file)[0] if _OF_LORA in name}
+    here = {name.partition(_OF_LORA)[0] for name, _ in model.named_parameters() if _OF_LORA in name}
+    if there != here:
+        yield (
+            f"it adapts {_describe_layers(there)}, this run {_describe_layers(here)}, and one that differs is "
+            f"{min(there ^ here)}: see lora.target_modules and lora.layers"
+        )
+
+
+def _describe_layers(names: set[str]) -> str:
+    last = sorted({name.rpartition(".")[2] for name in names})
+    return f"{counted(len(names), 'layer')} ({name_first(last, 8)})" if names else "no layer"

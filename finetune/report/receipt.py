@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,9 @@ def check_receipt(run: RecordedRun) -> int:
         written = dict(json.loads(read_regular(file)))
     except (OSError, ValueError, TypeError) as error:
         why = describe_os_error(error) if isinstance(error, OSError) else "it is not JSON"
-        raise CheckpointError(f"{file} cannot be read: {why}. Write it with `finetune receipt {run.name}`.") from None
+        raise CheckpointError(
+            f"{file} cannot be read: {why}. Write it with `finetune receipt {shlex.quote(run.name)}`."
+        ) from None
     before, now = (dict(_leaves(receipt)) for receipt in (written, json.loads(json.dumps(build_receipt(run)))))
     # A certificate may be written after the receipt, and again with another version of its runtime.
     is_verified = now.get(("certificate", "verdict")) == "same"

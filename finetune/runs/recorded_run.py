@@ -324,6 +324,8 @@ class RecordedRun:
                     f"{self.name} has no adapter/ yet: the run did not complete. Continue it with resume=auto.{hint}"
                 )
             if problems := verify_published(folder.adapter):
+                if folder.adapter.is_symlink():  # which a resumed run refuses too
+                    folder.check("auto")
                 raise CheckpointError(
                     f"{folder.adapter} is damaged: {'; '.join(problems)}. Run the training again with resume=auto to "
                     "repair it."
@@ -338,10 +340,8 @@ class RecordedRun:
                 )
             return newest
         parent, _, name = checkpoint.rstrip("/").rpartition("/")
-        is_here = not parent or folder.checkpoints.resolve() in (
-            Path(parent).resolve(),
-            (folder.path / parent).resolve(),
-        )
+        places = (Path(parent).resolve(), (folder.path / parent).resolve())
+        is_here = not parent or folder.checkpoints.resolve() in places
         number = name.removeprefix("step-")
         if not (number.isdecimal() and int(number) in steps and is_here):
             raise CheckpointError(

@@ -190,7 +190,7 @@ class _RunningTrial:
     def _note_end(self, is_stopping: bool) -> None:
         """Say how the trial ended, and note it if it failed."""
         trial, code = self._trial, self._process.returncode
-        state, best = trial.run.state, best_point(trial.points(), self._sweep.metric)
+        state, best = trial.state, best_point(trial.points(), self._sweep.metric)
         if code in (0, PreemptedError.exit_code) or is_stopping or state == "running":
             measured = f", {self._sweep.metric} {best[1]:.4g} at step {best[0]}" if best else ""
             _say(f"{trial.name}: {state}{measured}")

@@ -84,7 +84,7 @@ def refuse_unknown(given: Mapping[str, object], train: Callable[..., object]) ->
         if key in fields():
             shown = repr(value) if isinstance(value, (str, int, float)) else "…"
             hint += f' Keys of the configuration go in overrides: overrides={{"{key}": {shown}}}.'
-        problems.append(f"train has no argument {name}. {hint or takes}")
+        problems.append(f"train has no argument {name}. {hint.removeprefix(f'Did you mean {name}? ') or takes}")
     raise ConfigError("\n  ".join(problems))
 
 

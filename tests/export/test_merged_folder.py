@@ -138,8 +138,9 @@ def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
     row["messages"].append({"role": "assistant", "content": "b"})
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     run = write_run(tmp_path / "run", words=(f"data.path={tmp_path}/rows.jsonl",))
-    plain, out = tmp_path / "plain", tmp_path / "out"
+    plain, out = tmp_path / "plain model", tmp_path / "out"
     done = run_finetune("merge", run.folder.path, plain, code=0)
+    assert f"Next: finetune verify '{plain}', finetune export gguf '{plain}' GGUF_FOLDER" in done.stdout
     note = f"most training rows begin with the system turn {system!r}, which a server does not add"
     assert note in done.stdout
     (of_verify,) = verify_folder(plain).comparison.notes

@@ -84,6 +84,13 @@ def test_what_is_damaged_is_refused(own_copy):
     assert find_run(own_copy, checkpoint="latest").weights_name == "checkpoints/step-000002"
 
 
+def test_a_linked_adapter_is_not_said_to_be_repaired_by_a_resumed_run(own_copy, tmp_path):
+    (own_copy / "adapter").rename(tmp_path / "elsewhere")
+    (own_copy / "adapter").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"adapter is a symbolic link.* Put the file or folder itself there"):
+        find_run(own_copy)
+
+
 def test_a_folder_without_a_run_is_told_as_such(tmp_path):
     with pytest.raises(CheckpointError, match=r"not the folder of a run: it has no config.yaml"):
         find_run(tmp_path)

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -293,3 +294,17 @@ def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_
     assert "\x1b" not in line
     assert "\x9b" not in line
     assert json.loads(line)["answer"] == "\x1b[2J\x9bgone\u202e\nnext"
+
+
+def test_the_white_space_around_an_answer_is_in_json_and_not_on_the_screen(asked, adapter_run, monkeypatch):
+    from finetune.inference.generator import Generator
+
+    def answer(self, name, prompts, *, batch_size):
+        return [self.tokenizer(text, add_special_tokens=False)["input_ids"]] * len(prompts)
+
+    monkeypatch.setattr(Generator, "batch", answer)
+    for text, shown in (("\n yes \n", "yes"), (" \n", "(empty)")):
+        assert asked(adapter_run, PROMPTS[:1]) == f"{shown}\n"
+        assert f"│ {shown} │ {shown} │" in re.sub(" +", " ", asked(adapter_run, PROMPTS[:1], compare=True))
+        (found,) = records(asked(adapter_run, PROMPTS[:1], compare=True, as_json=True))
+        assert found["answer"] == found["base"]["answer"] == text

@@ -88,8 +88,15 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(second, tmp_path)
     [
         ({"r": 2}, r"it has lora\.r=4, lora\.alpha=6 and lora\.rslora=false, this run 2, 6 and false"),
         ({"rslora": True}, r"this run 4, 6 and true"),
-        ({"dora": True}, "8 missing there"),
-        ({"target_modules": ["o_proj"]}, "12 unknown here"),
+        ({"dora": True}, r"it has lora\.dora=false, this run true"),
+        (
+            {"target_modules": ["o_proj"]},
+            r"it adapts 8 layers \(.*, o_proj, .*\), this run 2 layers \(o_proj\), and one",
+        ),
+        (
+            {"r": 2, "layers": [1]},
+            r"this run 2, 6 and false; it adapts 8 .* this run 4 .* is \S*layers\.0\.\S*: see lora",
+        ),
         ({"rank_pattern": {"o_proj": 3}}, r"its rank_pattern is empty, here \{'o_proj': 3\}"),
     ],
 )

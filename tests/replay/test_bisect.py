@@ -46,6 +46,14 @@ def test_a_run_that_can_be_computed_again_is_equal_and_is_not_changed(scene):
     assert {path: path.stat().st_mtime_ns for path in (scene.place / "a").rglob("*")} == before
 
 
+def test_a_run_with_an_equals_sign_in_its_name_is_a_run(scene, tmp_path):
+    other = shutil.copytree(scene.place / "a", tmp_path / "lr=0.1")
+    code, found = scene.bisect(str(scene.place / "a"), str(other))
+    assert (code, found["b"], found["num_steps"]) == (0, str(other), 6)
+    shown = run_finetune("config", "show", other, "seed=3", code=0).answer
+    assert f"# {other}/config.yaml:" in shown
+
+
 def test_rows_that_have_changed_since_a_run_are_named(scene, tmp_path):
     rows = shutil.copytree(scene.place / "rows", tmp_path / "rows")
     scene.train("c", f"data.path={rows}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from finetune.errors import CheckpointError
-from finetune.sweep.trials import Sweep, open_sweep
+from finetune.sweep import running
+from finetune.sweep.trials import Sweep, Trial, open_sweep
 from tests.report.runs import write_run
 
 TRIALS = [{"seed": "1"}, {"seed": "2"}]
@@ -43,3 +46,13 @@ def test_the_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "damaged/sweep.json").write_text("{")
     with pytest.raises(CheckpointError, match="is damaged or from another version"):
         open_sweep(tmp_path / "damaged", ASKED)
+
+
+def test_a_trial_that_was_stopped_before_its_run_began_has_not_started(tmp_path, monkeypatch, capsys):
+    ended = SimpleNamespace(returncode=-signal.SIGTERM, poll=lambda: -signal.SIGTERM, terminate=lambda: None)
+    ended.wait = lambda seconds: None
+    monkeypatch.setattr(running, "start_command", lambda *_: ended)
+    monkeypatch.setattr(running, "received_stop_signal", lambda: signal.SIGINT)
+    open_sweep(tmp_path / "sweep", ASKED)
+    running._RunningTrial(Trial(tmp_path / "sweep", 1, ASKED), ASKED, []).wait()
+    assert "trial-001: not started\n" in capsys.readouterr().out

@@ -650,6 +650,7 @@ def test_an_optimizer_object_holds_the_trained_weights_and_is_new():
         ({"gradient_accumulation_steps": 4}, r"Set training\.global_batch_size"),
         ({"callback": print, "model_name": "x"}, r"Did you mean callbacks\?\n  .*model_name. Did you mean model\?$"),
         ({"train_dataset": ROWS}, r"train has no argument train_dataset\. Did you mean data\?$"),
+        ({"output_dir": "a"}, r"has no argument output_dir\. Keys of .*: overrides=\{\"output_dir\": 'a'\}\.$"),
         ({"foo": 1}, r"It takes model, data, task, overrides, callbacks, metrics, loss, optimizer \("),
     ],
 )
