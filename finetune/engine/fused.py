@@ -65,6 +65,17 @@ def replays_answers() -> bool:
 
 
 @contextmanager
+def replayed_or_not(on: bool) -> Iterator[None]:
+    """Turn replayed answers on or off inside."""
+    before = _replays
+    switch_replays(on)
+    try:
+        yield
+    finally:
+        switch_replays(before)
+
+
+@contextmanager
 def kernels_kept_in(folder: Path) -> Iterator[None]:
     """Within the block, torch keeps compiled kernels in this folder, where later runs and other ranks find them.
 

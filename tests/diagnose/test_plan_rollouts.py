@@ -16,7 +16,7 @@ from finetune.diagnose.plan_batches import AssumedAnswers
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
-from finetune.engine import fused
+from finetune.engine.fused import replayed_or_not
 from finetune.engine.kv_cache import CachedDecoder, bytes_of_copies, can_pack
 from finetune.inference.decoding import Decoding, sample_answers
 from finetune.inference.sampling import Sampling
@@ -163,15 +163,15 @@ def test_answers_take_the_planned_memory(words, family, by_engine, prompts, most
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [None, Sampling(top_p=0.9)], ids=["greedy", "drawn"])
-def test_replayed_answers_take_the_memory_of_a_second_step(words, sampling, monkeypatch):
+def test_replayed_answers_take_the_memory_of_a_second_step(words, sampling):
     """A graph keeps that of its step. Without a GPU there is no graph, and the rest is measured."""
     model = MODELS["LoRA"]()
     config = load_config([*words, "rollout.max_completion_length=60"])
     replayed = generating_of(config, model, sampling=sampling, replays=True)
     rows = [prompt for prompt in PROMPTS for _ in range(4)]
     decoding = Decoding(stop_ids=[-1], max_new_tokens=60, sampling=sampling)
-    monkeypatch.setattr(fused, "_replays", True)
-    measured = peak_of(lambda: sample_answers(model, rows, decoding, batch_size=12))
+    with replayed_or_not(True):
+        measured = peak_of(lambda: sample_answers(model, rows, decoding, batch_size=12))
     packed = bytes_of_copies(model, 12, on_cpu=True) - replayed.merged  # CUDA has no packed weights
     without_graph = replace(replayed, step=replayed.step // 2)
     assert without_graph.total + packed - replayed.held == pytest.approx(measured, rel=0.02)

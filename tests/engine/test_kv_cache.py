@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.schema import Config
 from finetune.distributed.launch import launch
-from finetune.engine import fused, replayed
+from finetune.engine import replayed
 from finetune.engine.decoder import Decoder, bare_model
-from finetune.engine.fused import replays_answers
+from finetune.engine.fused import replayed_or_not, replays_answers
 from finetune.engine.kv_cache import CachedDecoder, _Cache
 from finetune.engine.layout import pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
@@ -78,7 +78,8 @@ def test_logits_are_those_of_whole_rows(kind, adapter):
 def in_steps(monkeypatch):
     """Answer as on CUDA with `training.graphs=true`, with short blocks and few columns. A CPU captures nothing."""
     monkeypatch.setattr(replayed, "COLUMNS_OF_STEP", 8)
-    monkeypatch.setattr(fused, "_replays", True)
+    with replayed_or_not(True):
+        yield
 
 
 def answers_in_steps_and_without(model, asked, settings):
@@ -93,7 +94,7 @@ def answers_in_steps_and_without(model, asked, settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SteppedDecoder, "advance", watched)
         mine = sample_answers(model, asked, settings, batch_size=8)
-        patch.setattr(fused, "_replays", False)
+    with replayed_or_not(False):
         theirs = sample_answers(model, asked, settings, batch_size=8)
     return mine, theirs, steps
 

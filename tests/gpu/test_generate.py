@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from finetune.distributed.device import deterministic_algorithms
-from finetune.engine import fused
 from finetune.engine import replayed as replayed_steps
+from finetune.engine.fused import replayed_or_not
 from finetune.inference import decoding
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.sampling import Sampling
@@ -56,13 +56,13 @@ def test_answers_that_are_replayed_are_those_of_the_engine(
     asked = Decoding(stop_ids=[5, 6, 63], max_new_tokens=40, sampling=WAYS[way], keeps_stop=True)
     allocated = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-        monkeypatch.setattr(fused, "_replays", True)
-        replayed = generate_answers(model, PROMPTS, asked, batch_size=6)
-        held = allocated()  # libraries keep memory after their first use
-        assert generate_answers(model, PROMPTS, asked, batch_size=6) == replayed
-        assert allocated() == held, "a graph or a cache is still there"
-        monkeypatch.setattr(fused, "_replays", False)
-        eager = generate_answers(model, PROMPTS, asked, batch_size=6)
+        with replayed_or_not(True):
+            replayed = generate_answers(model, PROMPTS, asked, batch_size=6)
+            held = allocated()  # libraries keep memory after their first use
+            assert generate_answers(model, PROMPTS, asked, batch_size=6) == replayed
+            assert allocated() == held, "a graph or a cache is still there"
+        with replayed_or_not(False):
+            eager = generate_answers(model, PROMPTS, asked, batch_size=6)
     if precision == "fp32":
         assert replayed == eager
     else:
