@@ -559,7 +559,7 @@ def _say_exported(exported: Exported, out: Path) -> None:
         if find_gguf(folder) and (folder / VECTORS_FILE).is_file():
             say(f"Next: finetune verify {shlex.quote(str(out))}")
     if (folder / "Modelfile").is_file():
-        say(f"Next: cd {out} && ollama create my-model -f Modelfile")
+        say(f"Next: cd {shlex.quote(str(out))} && ollama create my-model -f Modelfile")
 
 
 def _say_system(out: Path, instead: str = ", or merge with --add-system") -> None:
