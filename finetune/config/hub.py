@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from huggingface_hub import constants
-
 from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import first_line
 from finetune.logs import waiting
@@ -55,6 +53,8 @@ def find_fault(repository: Repository, *, is_cached: bool = False) -> HubFault |
     A hub that cannot be reached is not asked for a second repository either, unless that question may wait longer. If
     `is_cached`, all that is needed is in the hub's cache, so that little time is spent.
     """
+    from huggingface_hub import constants
+
     if constants.HF_HUB_OFFLINE:
         return HubFault("offline", "HF_HUB_OFFLINE is set")
     now, here, limit = time.monotonic(), (_endpoint(), *repository), _limit(is_cached=is_cached)
@@ -132,6 +132,8 @@ def what_to_do(fault: HubFault, repository: Repository, key: str) -> str:
 @contextmanager
 def cache_only() -> Iterator[None]:
     """Within the block, huggingface_hub, transformers and datasets read only their cache and never ask the hub."""
+    from huggingface_hub import constants
+
     was = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     try:
@@ -154,6 +156,8 @@ answers_heard: dict[tuple[Any, ...], tuple[float, float, HubFault | None]] = {}
 
 
 def _limit(*, is_cached: bool) -> float:
+    from huggingface_hub import constants
+
     if os.environ.get("HF_HUB_ETAG_TIMEOUT"):  # a mirror that fetches a file before it answers may need it
         return float(constants.HF_HUB_ETAG_TIMEOUT)
     return LIMIT_BESIDE_CACHE_SECONDS if is_cached else LIMIT_SECONDS
@@ -173,7 +177,7 @@ def _ask(repository: Repository, limit: float) -> HubFault | None:
 
 def _request(repository: Repository, limit: float) -> HubFault | None:
     """Ask for the metadata of a small file, whether there is such a file or not."""
-    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     try:
         hub_id, revision, repository_type = repository
@@ -215,4 +219,6 @@ def _about_token() -> str:
 
 
 def _endpoint() -> str:
+    from huggingface_hub import constants
+
     return without_passwords(constants.ENDPOINT) or "an empty HF_ENDPOINT"
