@@ -15,11 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, metadata_load
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
@@ -30,6 +28,9 @@ from finetune.inference.finished_run import find_run
 from finetune.model.saved_adapter import ADAPTER_CONFIG
 from finetune.runs.durable import MANIFEST, find_damage
 from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 _CARD = "README.md"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
@@ -101,6 +102,9 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
             wanted, or it holds another model.
         RunFailedError: the hub cannot be reached.
     """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
+
     if not HUB_ID.fullmatch(repository):
         raise ConfigError(f"{repository} is not the name of a repository. Expected OWNER/NAME, for example me/orders.")
     if get_token() is None:
@@ -136,6 +140,8 @@ def upload_package(upload: Upload, message: str) -> str:
         ConfigError: the hub refuses the token or the name.
         RunFailedError: the hub cannot be reached, or the repository has changed since the plan.
     """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
     api = HfApi()
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
@@ -214,6 +220,8 @@ def _with_certificate(card: str, folder: Path) -> str:
 
 
 def _card_header(card: Path) -> dict[str, Any]:
+    from huggingface_hub import metadata_load
+
     try:
         return (metadata_load(card) or {}) if card.is_file() else {}
     except (yaml.YAMLError, ValueError) as error:
@@ -247,6 +255,9 @@ def _describe(form: str, base: str | None) -> str:
 @contextmanager
 def _hub_errors(doing: str) -> Iterator[None]:
     """Repeat in one line what the hub or the network says, without the token."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
     try:
         yield
     except Exception as error:  # of the hub's library and of those below it
