@@ -83,12 +83,12 @@ def piped(capsys, monkeypatch):
 
 @pytest.fixture
 def answers(adapter_run, capsys):
-    """The answers of both models to the order, with a system turn, as `finetune generate` gives them."""
+    """The answers of both models to the order, with a system turn, as `finetune generate` shows them."""
 
     def ask(system=None):
         generate(adapter_run, [ORDER], max_new_tokens=12, system=system, compare=True, as_json=True)
         record = json.loads(capsys.readouterr().out)
-        return record["base"]["answer"], record["answer"]
+        return record["base"]["answer"].strip(), record["answer"].strip()
 
     return ask
 
