@@ -100,7 +100,7 @@ def explain_hub_fault(fault: HubFault, repository: Repository, key: str, state: 
 
 
 def what_to_do(fault: HubFault, repository: Repository, key: str) -> str:
-    """Write what helps against a fault; see `explain`."""
+    """Write what helps against a fault; see `explain_hub_fault`."""
     is_dataset = repository.repository_type == "dataset"
     noun = "data set" if is_dataset else "model"
     if fault.reason == "gated":

@@ -1,7 +1,7 @@
 """Compress a model folder with llm-compressor. `finetune export vllm` starts this file as a process of its own.
 
 llm-compressor usually has an environment of its own, in which finetune is not installed.
-Usage: `python compressor.py REQUEST.json`, see `main`.
+Usage: `python compressor.py REQUEST.json`, see `_main`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
     `model` is the GGUF file or model folder for `FROM`, seen from the Modelfile.
 
     Raises:
-        ModelError: the chat template cannot be written as Ollama's, see `read_pieces`.
+        ModelError: the chat template cannot be written as Ollama's, see `read_turn_pieces`.
     """
     template, system = "{{ .Prompt }}", None
     if tokenizer.chat_template is not None:

@@ -170,10 +170,9 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
         ModelError: the model or the tokenizer cannot be loaded.
     """
     has_adapter = config.training.method == "lora"
-    is_quantized = has_adapter and config.lora.quantize != "none"
-    if is_quantized and given_model is not None:
+    if config.is_quantized and given_model is not None:
         raise ConfigError("lora.quantize is set, but a model is given. Give its name, or remove lora.quantize.")
-    if is_quantized:  # before any file is read
+    if config.is_quantized:  # before any file is read
         from finetune.model.quantized import refuse_where_quantizing_is_impossible
 
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
@@ -191,7 +190,7 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
         from finetune.training.given import adopt_given_model
 
         return Parts(adopt_given_model(given_model, config, tokenizer), tokenizer, splits)
-    if is_quantized:
+    if config.is_quantized:
         from finetune.model.quantized import build_quantized_base
 
         base = build_quantized_base(config.model, config.lora, runtime.device)

@@ -1,4 +1,4 @@
-"""Compute the losses of `preference_losses` for micro-batches of pairs or of labelled answers.
+"""Compute preference losses for micro-batches of pairs or of labelled answers.
 
 The reference is the base: the same model with its adapter switched off. The answers of a pair are in one micro-batch,
 so that the engine computes their shared prompt once.
