@@ -14,7 +14,7 @@ from finetune.config.compose import load_config
 from finetune.diagnose.plan_devices import find_device
 from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
-from finetune.inference import evaluation
+from finetune.inference import decoding, evaluation
 from finetune.training.train import build_trainer
 from tests.diagnose.measured import peak_of
 from tests.diagnose.test_plan_memory import SIZES
@@ -81,7 +81,7 @@ def test_the_loss_of_a_validation_takes_the_planned_memory(words, inputs, more):
 
 def test_the_answers_of_a_test_phase_take_the_planned_memory(words, monkeypatch):
     """The bound has room for one of twelve layers: the engine's peak comes before the last layer has a cache."""
-    monkeypatch.setattr(evaluation, "stop_ids", lambda *_: [-1])  # every answer is as long as it may be
+    monkeypatch.setattr(decoding, "stop_ids", lambda *_: [-1])  # every answer is as long as it may be
     more = [MODELS["gemma2"], "testing.num_samples=11", "testing.batch_size=8", "testing.max_new_tokens=24"]
     config = load_config([*words, *more, "testing.compare_base=false"])
     found = make_plan(config, find_device("cpu")).evaluating["testing"].generating
