@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OF_LORA = ".lora_"
-"""The part of a tensor's name between its layer and what it is there."""
+"""In the name of a tensor, it follows the name of the adapted layer."""
 _SVD_ITERATIONS = 16
 """Iterations of the fast decomposition, as in the experiments of the PiSSA paper."""
 _log = logging.getLogger(__name__)
@@ -165,8 +165,8 @@ def _layer_differences(file: Path, model: Any) -> Iterator[str]:
     here = {name.partition(_OF_LORA)[0] for name, _ in model.named_parameters() if _OF_LORA in name}
     if there != here:
         yield (
-            f"it adapts {_describe_layers(there)}, this run {_describe_layers(here)}, and one that differs is "
-            f"{min(there ^ here)}: see lora.target_modules and lora.layers"
+            f"it adapts {_describe_layers(there)}, this run {_describe_layers(here)}. Only one of the two adapts "
+            f"{min(there ^ here)}, for example: see lora.target_modules and lora.layers"
         )
 
 

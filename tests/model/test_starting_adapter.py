@@ -91,11 +91,11 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(second, tmp_path)
         ({"dora": True}, r"it has lora\.dora=false, this run true"),
         (
             {"target_modules": ["o_proj"]},
-            r"it adapts 8 layers \(.*, o_proj, .*\), this run 2 layers \(o_proj\), and one",
+            r"it adapts 8 layers \(.*, o_proj, .*\), this run 2 layers \(o_proj\)\. Only one of the two",
         ),
         (
             {"r": 2, "layers": [1]},
-            r"this run 2, 6 and false; it adapts 8 .* this run 4 .* is \S*layers\.0\.\S*: see lora",
+            r"this run 2, 6 and false; it adapts 8 .* this run 4 .* adapts \S*layers\.0\.\S*, for example: see lora",
         ),
         ({"rank_pattern": {"o_proj": 3}}, r"its rank_pattern is empty, here \{'o_proj': 3\}"),
     ],
