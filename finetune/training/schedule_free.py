@@ -7,12 +7,14 @@ with, and y in the optimizer's state, so that a resumed run goes on with the sam
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+_log = logging.getLogger(__name__)
 _TRAINED = "y"
 _OF_GROUP = ("k", "weight_sum", "lr_max")
 """What the optimizer counts for each group of weights. A checkpoint holds states of weights only."""
@@ -24,6 +26,13 @@ def mean_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     for group, weight, state in _weights_with_state(optimizer):
         # A copy, because the way from y to x and back would round.
         state |= {_TRAINED: weight.detach().clone(), **{name: group[name] for name in _OF_GROUP}}
+    counted = [group["weight_sum"] for group in optimizer.param_groups if "weight_sum" in group]
+    if counted and not any(counted) and any(_weights_with_state(optimizer)):
+        _log.warning(
+            "%s has not updated the weights yet, so the weights of the start are measured or saved now. "
+            "RAdamScheduleFree makes its first update in step 5.",
+            type(_inner(optimizer)).__name__,
+        )
     _inner(optimizer).eval()
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -65,6 +66,20 @@ def test_measuring_in_between_changes_no_bit_and_gives_the_weights_of_the_librar
     with averaged_weights(optimizer):
         assert torch.equal(ours.weight, plain.weight)
         assert torch.equal(ours.bias, plain.bias)
+
+
+def test_weights_that_no_step_has_updated_are_not_measured_in_silence(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    model = layer()
+    optimizer = built("RAdamScheduleFree", model, learning_rate=0.1)
+    with averaged_weights(optimizer):  # before the first step
+        assert caplog.messages == []
+    for first, last, warned in ((1, 4, True), (5, 5, False)):
+        take_steps(model, optimizer, first, last)
+        caplog.clear()
+        with averaged_weights(optimizer):
+            assert torch.equal(model.weight, layer().weight) == warned
+        assert ["has not updated the weights yet" in message for message in caplog.messages] == [True] * warned
 
 
 @pytest.mark.parametrize("name", NAMES)
