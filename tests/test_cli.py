@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from finetune import __version__
-from finetune.cli import _command_first
+from finetune.cli import EXIT_INTERRUPTED, _command_first, main
 from finetune.config.config_files import shipped_folder
 from tests.in_process import Ended, run_finetune
 from tests.tiny_runs import write_rows
@@ -237,3 +237,17 @@ def test_a_removed_current_folder_is_a_mistake_and_no_bug(words, tmp_path, monke
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert_is_one_message(run_finetune(*words.split()), "the current folder was removed")
+
+
+@pytest.mark.parametrize(("words", "advises"), [("train quickstart", True), ("bisect a b", False), ("merge a", False)])
+def test_only_a_stopped_training_is_told_how_to_resume(words, advises, capsys, monkeypatch):
+    def stopped(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.cli.commands.app", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == EXIT_INTERRUPTED
+    told = capsys.readouterr().err
+    assert "finetune: stopped." in told
+    assert ("resume=auto" in told) == advises

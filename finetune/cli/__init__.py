@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.stdout.isatty() or sys.stderr.isatty():
         _make_help_readable()
     given = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
-    _run(lambda _: app(given, prog_name="finetune"), given)
+    _run(lambda _: app(given, prog_name="finetune"), given, trains=given[:1] == ["train"])
 
 
 def _make_help_readable() -> None:
@@ -58,7 +58,7 @@ def _show_recipe(run: Callable[[list[str]], object]) -> None:
     sys.stdout.write(f"{about.strip()}\n\nThe keys that people set: finetune train --help\n")
 
 
-def _run(run: Callable[[list[str]], object], given: list[str]) -> None:
+def _run(run: Callable[[list[str]], object], given: list[str], *, trains: bool = True) -> None:
     log_python_warnings()
     if is_for_a_person(sys.stderr) and not _is_one_of_several():
         configure_logs(0)  # before the configuration is read, which may warn
@@ -78,10 +78,10 @@ def _run(run: Callable[[list[str]], object], given: list[str]) -> None:
             error = lost
     # A user who asked a run to stop may ask again while Python ends.
     with ignore_stop_signals(for_good=isinstance(error, PreemptedError)):
-        _end(error)
+        _end(error, trains)
 
 
-def _end(error: BaseException) -> NoReturn:
+def _end(error: BaseException, trains: bool) -> NoReturn:
     """Print the error once, and exit with its code."""
     if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
@@ -90,10 +90,10 @@ def _end(error: BaseException) -> NoReturn:
         _leave(error.exit_code)
     # typer turns Ctrl-C into an exit code.
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_INTERRUPTED):
-        _say_how_to_resume("\nfinetune: stopped")
+        _say_stopped("\nfinetune: stopped", trains)
         _leave(EXIT_INTERRUPTED)
     if isinstance(error, Terminated):
-        _say_how_to_resume(f"finetune: ended {error}")
+        _say_stopped(f"finetune: ended {error}", trains)
         _leave(Terminated.exit_code)
     if isinstance(error, BrokenPipeError):  # the reader of stdout has seen enough; typer ends other writes the same way
         _leave(EXIT_BUG)
@@ -103,9 +103,9 @@ def _end(error: BaseException) -> NoReturn:
     raise error
 
 
-def _say_how_to_resume(what: str) -> None:
+def _say_stopped(what: str, trains: bool) -> None:
     if is_first_process(os.environ):
-        _say(f"{what}. With resume=auto, a run goes on from its last checkpoint.")
+        _say(f"{what}. With resume=auto, a run goes on from its last checkpoint." if trains else f"{what}.")
 
 
 def _leave(code: int) -> NoReturn:
