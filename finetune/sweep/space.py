@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,11 @@ def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         elif key in space:
             problems.append(f"{argument}: {key} is given twice. Remove it.")
         elif key in _OWN_KEYS:
-            problems.append(f"{argument}: {key} cannot have several values in a sweep. Remove it.")
+            quoted = f'"{text}"'
+            problems.append(
+                f"{argument}: {key} cannot have several values in a sweep. Remove it, or put quotes around a value with "
+                f"commas: {shlex.quote(f'{key}={quoted}')}."
+            )
         else:
             space[key] = text
     if not space and not problems:

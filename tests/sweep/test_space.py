@@ -64,6 +64,8 @@ def test_what_is_no_sweep_is_refused_with_all_problems():
     with pytest.raises(ConfigError) as refused:
         read_space(["lora.r=8,8", "output_dir=a,b", "seed=1,2", "seed=3,4"])
     assert len(str(refused.value).splitlines()) == 3
+    assert """quotes around a value with commas: 'output_dir="a,b"'.""" in str(refused.value)
+    assert read_space(["lora.r=8,16", 'output_dir="a,b"']) == (['output_dir="a,b"'], {"lora.r": "8,16"})
     with pytest.raises(ConfigError, match="needs --trials N"):
         draw_trials({"optim.learning_rate": "log(1e-5,1e-3)"}, seed=0, num_trials=None)
     with pytest.raises(ConfigError, match="--trials is 5, but these values have only 4 combinations"):
