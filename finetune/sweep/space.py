@@ -57,8 +57,8 @@ def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         elif key in _OWN_KEYS:
             quoted = f'"{text}"'
             problems.append(
-                f"{argument}: {key} cannot have several values in a sweep. Remove it, or put quotes around a value with "
-                f"commas: {shlex.quote(f'{key}={quoted}')}."
+                f"{argument}: {key} cannot have several values in a sweep. Remove it, or put quotes around a value "
+                f"with commas: {shlex.quote(f'{key}={quoted}')}."
             )
         else:
             space[key] = text
