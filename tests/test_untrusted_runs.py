@@ -278,8 +278,8 @@ def test_an_address_that_only_the_folder_names_is_not_read(untrusted, tmp_path, 
 
 def test_the_rows_at_an_address_are_not_asked_for_a_system_turn(untrusted, tmp_path):
     run = copy_of(untrusted, tmp_path, data={"train": ADDRESS})
-    assert usual_system(find_run(run).config) is None
     change_json(run / "run.json", opening=None)
+    assert usual_system(find_run(run)) is None
     done = run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2", code=2)
     assert f"add --set data.train={ADDRESS} to the command" in done.errors
     run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2", "--system", "", code=2)

@@ -89,7 +89,7 @@ def write_merged(
         ModelError: transformers alone cannot load this model, or the adapter cannot be merged.
         RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
     """
-    tokenizer, system = build_run_tokenizer(run.config), usual_system(run.config)
+    tokenizer, system = build_run_tokenizer(run.config), usual_system(run)
     if adds_system:
         tokenizer.chat_template = with_default_system(tokenizer.chat_template, system)
     model = (load or load_tuned_model)(run)

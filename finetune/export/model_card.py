@@ -48,7 +48,7 @@ class Merged:
     vectors_sha256: str
     """The digest of the test vectors beside the model."""
     system: str | None = None
-    """The most frequent system turn of the training rows; None if they have none or cannot be read."""
+    """The system turn of most training rows; None if there is none or they cannot be read."""
     adds_system: bool = False
     """Whether the chat template adds it to conversations without a system turn."""
     effect: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ def fill_card(
 ) -> str:
     """Write the card of an adapter, or of a merged or fully tuned model.
 
-    `base` is the hub id that the card names, and `system` the most frequent system turn of the training rows.
+    `base` is the hub id that the card names, and `system` the system turn of most training rows.
     """
     recorded, config = run.recorded, _recorded_config(run)
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()

@@ -172,7 +172,7 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
         config["revision"] = None  # it is a commit of another repository
     config["base_model_name_or_path"] = base
     files[ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    files[_CARD] = _with_certificate(fill_card(run, base, system=usual_system(run.config)), run.weights).encode()
+    files[_CARD] = _with_certificate(fill_card(run, base, system=usual_system(run)), run.weights).encode()
     return Package(form="adapter", base=base, files=files)
 
 

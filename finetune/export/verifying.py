@@ -156,7 +156,7 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
     tokenizer, model = build_run_tokenizer(run.config), load_tuned_model(run)
     if not run.is_full and (other := other_base(model, run)):
         raise RunFailedError(f"{other}, so this is not what was trained. Name that base with --set model.path=FOLDER.")
-    system = usual_system(run.config)
+    system = usual_system(run)
     prompts = prompts_to_ask(tokenizer, model, system)
     stops = set_stop_and_pad_ids(model, tokenizer)
     logits = engine_logits(run.config.training, model.float(), [vector.token_ids for vector in prompts])

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
 from finetune.inference.finished_run import FinishedRun, load_finished_run
 from finetune.logs import importing
@@ -132,14 +131,12 @@ class Generator:
         from finetune.data.examples import Opening
         from finetune.data.turns import Dialogue
         from finetune.data.values import quote
-        from finetune.inference.opening import usual_opening
+        from finetune.inference.opening import recorded_opening, usual_opening
 
         config, system, tools = self._run.config, self._settings.system, self._settings.tools
         usual = Opening()
         if self.tokenizer.chat_template is not None and (system is None or tools is None):
-            is_of_run = not config.origin("data.path").startswith(COMMAND_LINE)
-            recorded = self._run.recorded.part("opening") if is_of_run else {}
-            usual = usual_opening(config.data, config.objective.reads, recorded)
+            usual = usual_opening(config.data, config.objective.reads, recorded_opening(self._run))
         if tools is None and usual.tools:
             count = f"as in {usual.num_with_tools} of the first {usual.num_rows} training rows"
             if self._tokens.template.ignored(Dialogue((), (), usual.tools)):

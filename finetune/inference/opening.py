@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import name_files
+from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.examples import Opening, read_opening
 from finetune.data.formats import Reads
 from finetune.data.turns import Turn
@@ -15,8 +16,15 @@ from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection
+    from finetune.inference.finished_run import FinishedRun
 
 _log = logging.getLogger(__name__)
+
+
+def recorded_opening(run: FinishedRun) -> dict[str, Any]:
+    """Return what a run recorded of the opening of its rows; empty without a record, or if the command names others."""
+    is_of_run = not run.config.origin("data.path").startswith(COMMAND_LINE)
+    return run.recorded.part("opening") if is_of_run else {}
 
 
 def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapping[str, Any] | None = None) -> Opening:

@@ -27,8 +27,10 @@ from finetune.export import out_folder
 from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.model_card import fill_card, hub_base
 from finetune.export.out_folder import folder_beside, new_folder
+from finetune.export.system_turn import usual_system
 from finetune.export.vectors import Vector
 from finetune.export.verifying import verify_folder
+from finetune.inference.finished_run import find_run
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables
@@ -164,6 +166,18 @@ def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
         ]
         assert texts[0] == texts[1]
     assert system in before.apply_chat_template(opened, tokenize=False)
+
+
+def test_the_system_turn_is_the_recorded_one_if_the_rows_are_gone(tmp_path):
+    run = write_run(tmp_path / "run", words=(f"data.path={tmp_path}/gone.jsonl",))
+    assert usual_system(run) is None
+    opening = {"system": "Be brief.", "tools": "", "num_with_system": 3, "num_with_tools": 0, "num_rows": 4}
+    record = json.loads(run.folder.record_file.read_text()) | {"opening": opening}
+    run.folder.record_file.write_text(json.dumps(record))
+    assert usual_system(find_run(run.folder.path)) == "Be brief."
+    assert usual_system(find_run(run.folder.path, [f"data.path={tmp_path}/others.jsonl"])) is None
+    run.folder.record_file.write_text(json.dumps(record | {"opening": opening | {"num_with_system": 2}}))
+    assert usual_system(find_run(run.folder.path)) is None, "half of the rows are not most of them"
 
 
 def test_a_system_turn_that_rows_do_not_have_is_not_added(run, tmp_path):
