@@ -81,6 +81,8 @@ class Rehearsal:
         parallel = self.config.parallel
         self.world_size = self.processes or parallel.world_size or parallel.num_processes or 1
         self._until = time.monotonic() + 60 * self.minutes
+        if self.config.rollout.server is not None:
+            self.limits.append("the server that generates answers: the stand-in generates its own")
 
     @property
     def failed(self) -> list[StageResult]:

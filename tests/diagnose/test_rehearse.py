@@ -125,8 +125,11 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
         assert "data.max_rows" not in changed(*needs_all, measured_rows=10_000)
     falling = changed("optim.schedule=wsd", "optim.decay_steps=150")
     assert (falling["training.max_steps"], falling["optim.decay_steps"]) == (6, 2)
-    rewarded = changed("task=finetune_grpo", "reward.functions=length", "checkpoint.save_every=2")
+    rewarded = changed(
+        "task=finetune_grpo", "reward.functions=length", "checkpoint.save_every=2", "rollout.server=http://gpu:8000"
+    )
     assert (rewarded["rollout.max_completion_length"], rewarded["validation.num_samples"]) == (16, 8)
+    assert rewarded["rollout.server"] is None, "the stand-in generates its own answers"
     for path in ("/runs/a #1/ü", "/runs/a: b", "null", "/runs/a\\b"):
         assert compose([override("output_dir", path)], complete=False).output_dir == path
 
