@@ -186,7 +186,7 @@ class RecordedRun:
         if is_held(self.folder.lock_file):
             return "running"
         noted = self.note.get("state")
-        if noted == "failed" or (noted == ENDED_EARLY and self.status != "completed"):  # it may have been continued
+        if noted in ("failed", ENDED_EARLY) and self.status != "completed":  # it may have been continued
             return str(noted)
         if self.status == "running":
             return "stopped"
@@ -200,7 +200,8 @@ class RecordedRun:
     @property
     def why(self) -> str | None:
         """The reason that the run failed, stopped or cannot be read, if it is known."""
-        why = self.why_unreadable or self.note.get("why") or self.result.get("why") or self.result.get("error")
+        noted = None if self.status == "completed" else self.note.get("why")
+        why = self.why_unreadable or noted or self.result.get("why") or self.result.get("error")
         return why if isinstance(why, str) else None
 
     @property

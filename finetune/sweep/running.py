@@ -196,6 +196,8 @@ class _RunningTrial:
             _say(f"{trial.name}: {state}{measured}")
             return
         error = error_in(trial.log, start=self._log_start)
+        if code < 0:
+            error = f"{signal.Signals(-code).name} ended it. The last line of its output: {error}"
         trial.end("failed", {"exit_code": code, "why": error})
         _say(f"{trial.name}: failed with exit code {code}: {error}")
 

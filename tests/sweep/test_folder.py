@@ -56,3 +56,24 @@ def test_a_trial_that_was_stopped_before_its_run_began_has_not_started(tmp_path,
     open_sweep(tmp_path / "sweep", ASKED)
     running._RunningTrial(Trial(tmp_path / "sweep", 1, ASKED), ASKED, []).wait()
     assert "trial-001: not started\n" in capsys.readouterr().out
+
+
+def test_a_failed_trial_that_its_command_has_completed_is_completed(tmp_path):
+    trial = Trial(tmp_path, 1, ASKED)
+    write_run(trial.folder, status="failed")
+    trial.end("failed", {"exit_code": 3, "why": "the disk is full"})
+    assert (trial.state, trial.run.why) == ("failed", "the disk is full")
+    record = trial.folder / "run.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"status": "completed"}))
+    assert (trial.state, trial.run.why) == ("completed", None)
+
+
+def test_a_trial_that_a_signal_ended_is_not_explained_by_its_last_line_alone(tmp_path, monkeypatch, capsys):
+    def start(words, log, preexec):
+        log.write_text("step 6\n")
+        return SimpleNamespace(returncode=-signal.SIGKILL, poll=lambda: -9, terminate=lambda: None, wait=lambda _: None)
+
+    monkeypatch.setattr(running, "start_command", start)
+    open_sweep(tmp_path / "sweep", ASKED)
+    running._RunningTrial(Trial(tmp_path / "sweep", 1, ASKED), ASKED, []).wait()
+    assert "failed with exit code -9: SIGKILL ended it. The last line of its output: step 6" in capsys.readouterr().out
