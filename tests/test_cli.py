@@ -193,7 +193,9 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "mine" / "finetune_lora.py").is_file()
     assert "finetune_lora.py model=phi_tiny data=orders" in done.answer
-    assert run_finetune("recipes", "copy", "train_ddp_torchrun", tmp_path / "mine").returncode == 0
+    for name, needs in (("train_ddp_torchrun", "torchrun"), ("finetune_preferences", "data=pairs.jsonl")):
+        done = run_finetune("recipes", "copy", name, tmp_path / "mine")
+        assert (done.returncode, needs in done.answer.partition("next: ")[2]) == (0, True), done.answer
     assert not (tmp_path / "mine" / "configs").exists(), "it would hide the shipped configs"
     done = run_finetune("recipes", "copy", "slurm_one_node.sbatch", tmp_path / "mine")
     assert 'the lines marked "edit"' in done.answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -55,9 +56,15 @@ def copy_recipe(
     with writes(target, "Name another folder: finetune recipes copy NAME FOLDER."):
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(target, source.read_bytes())
-    given = "" if 'run="' in target.read_text(encoding="utf-8") else " model=phi_tiny data=orders"
     read = 'its first lines say how to start it, and the lines marked "edit" are for you to change'
-    say(f"wrote {target}\nnext: {read if source in launch_files.values() else f'python {target}{given}'}")
+    say(f"wrote {target}\nnext: {read if source in launch_files.values() else _first_command(target)}")
+
+
+def _first_command(recipe: Path) -> str:
+    """Return the first command in the docstring of a copied recipe, with the path of the copy."""
+    lines = (ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or "").splitlines()
+    named = f"recipes/{recipe.name}"
+    return next(line.strip().replace(named, shlex.quote(str(recipe))) for line in lines if named in line)
 
 
 def _recipes() -> dict[str, Path]:
