@@ -283,7 +283,7 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
         report = shlex.join(["finetune", "report", str(run.folder.path)])
         raise ConfigError(
             f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer. Give such rows "
-            f"with data.path=FILE; `{report}` shows the rewards."
+            f"with data.path=FILE data.test=FILE; `{report}` shows the rewards."
         )
 
 

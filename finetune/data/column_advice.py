@@ -104,6 +104,8 @@ def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> s
     """Say how to read a row whose columns belong to a format that is not in `known`. Empty if they belong to none."""
     if _format_of(row, examples) in (None, known):
         return ""
+    if examples.format != "auto":
+        return f"data.format is {examples.format}. Set data.format=auto to read rows by their columns."
     parts = examples.source.parts if isinstance(examples.source, JoinedRows) else []
     files: dict[Format | None, list[str]] = {}
     for part in parts:

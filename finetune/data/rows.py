@@ -286,7 +286,7 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
 
         grpo = propose_settings(first_bad, examples, "prompts")
     way = ""
-    if first_bad is not None and examples.format == "auto":
+    if first_bad is not None and (examples.format == "auto" or first is None):
         from finetune.data.column_advice import advise_on_second_format
 
         way = advise_on_second_format(first_bad, known, examples)

@@ -197,6 +197,8 @@ def test_files_of_two_formats_are_read_as_a_mixture(make_section, put):
         list(load_examples(make_section(path="both.jsonl")).train)
     with pytest.raises(DataError, match=r"no column messages; it has prompt, completion\nCorrect or remove them"):
         list(load_examples(make_section(path="both.jsonl", format="messages")).train)
+    with pytest.raises(DataError, match=r"data\.format is messages\. Set data\.format=auto"):
+        list(load_examples(make_section(path="a.jsonl", format="messages")).train)
 
 
 PARTS = {
