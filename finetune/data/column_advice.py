@@ -39,6 +39,10 @@ class ReadRows(Protocol):
         """The rows as they are stored."""
 
     @property
+    def format(self) -> str:
+        """`data.format`."""
+
+    @property
     def reads(self) -> Reads:
         """What the objective reads of a row."""
 
