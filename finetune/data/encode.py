@@ -202,8 +202,7 @@ def encode_rows(
             with encode_in_processes(tokens, train_on, num_processes) as encode:
                 problems = write(encode(batches()))
         except WorkerLostError as error:
-            wanted = f"{num_processes} processes that encode {examples.label}"
-            used = "this process alone"
+            wanted, used = f"{num_processes} processes that encode {examples.label}", "this process alone"
             fallbacks.take(Fallback(what="data.num_processes", wanted=wanted, used=used, why=str(error)))
             num_processes = 1
             writer.restart()
@@ -272,15 +271,16 @@ def _encode_source(
     source: Examples, tokens: AnswerTokens, tokenizer_digest: str, section: DataSection, fallbacks: Fallbacks
 ) -> EncodedExamples:
     """Encode all rows of a source, or read them from the cache."""
-    rows = load_or_encode(
-        local_path(section.cache_dir),
-        encoding_key(source, tokenizer_digest, section),
-        partial(encode_rows, source, tokens, section, fallbacks),
-        fallbacks,
-        source.label,
-    )
-    unread = rows.facts.unread
-    if unread:
+    key = encoding_key(source, tokenizer_digest, section)
+
+    def encode(writer: RowWriter) -> RowFacts:
+        facts = encode_rows(source, tokens, section, fallbacks, writer)
+        if encoding_key(source, tokenizer_digest, section) != key:  # the key of other rows would get these
+            raise DataError(f"{source.label} has changed while it was read. Start again once nothing writes to it.")
+        return facts
+
+    rows = load_or_encode(local_path(section.cache_dir), key, encode, fallbacks, source.label)
+    if unread := rows.facts.unread:
         from finetune.data.column_advice import leave_out
 
         wanted, used = f"the columns {', '.join(unread)} of {source.label}", "the other columns"

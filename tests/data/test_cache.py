@@ -125,6 +125,19 @@ def test_rows_that_cannot_be_used_are_never_cached(make_section, write_jsonl):
     assert cache_files(section) == []
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused_and_never_cached(section, monkeypatch):
+    before = Path(section.path).read_text()
+
+    def changing(*arguments):
+        Path(section.path).write_text(before.replace("yes", "no"))
+        return templates.encode_batch(*arguments)
+
+    monkeypatch.setattr("finetune.data.encode.encode_batch", changing)
+    with pytest.raises(DataError, match=r"train\.jsonl has changed while it was read"):
+        encode(section)
+    assert cache_files(section) == []
+
+
 def test_without_a_cache_rows_are_mapped_from_a_file_without_a_name_and_that_is_recorded(section, tmp_path):
     cached = encode(section)
     (tmp_path / "file").touch()
