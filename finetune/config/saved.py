@@ -44,6 +44,14 @@ def as_recorded(config: Config) -> Config:
         if (setting.dotted in _KEPT_ON_RESUME and config.origin(setting.dotted) == "default")
         or (located.value != setting.value == given.get(setting.dotted))
     }
+    for key, (value, _) in kept.items():
+        asked = given.get(key)
+        if isinstance(asked, str) and value != asked and config.origin(key) != "default" and path_exists(asked):
+            warn_once(
+                _log,
+                f"{key}: the run goes on with {value}, from which it was started, and not with {asked} in "
+                f"{Path.cwd()}. An absolute path names the other.",
+            )
     return config.with_values(kept)
 
 

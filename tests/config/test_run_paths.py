@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,19 @@ def test_a_run_is_resumed_from_another_folder_by_the_words_that_started_it(proje
     other = start("resume=auto", f"output_dir={project / 'run'}", "model.path=org/name")
     assert other.model.path == "org/name"
     assert found(start("output_dir=new")) == PATHS, "it is another run"
+
+
+def test_a_path_here_that_a_resumed_run_does_not_take_is_named(project, monkeypatch, caplog):
+    copy = shutil.copytree(project, project.parent / "copy")
+    monkeypatch.chdir(copy)
+    (copy / "more" / "valid.jsonl").unlink()
+    resumed = start("resume=auto", "model.path=./models/x")
+    assert resumed.data.path == str(project / "rows")
+    assert resumed.model.path == "./models/x"
+    (said,) = [text for text in caplog.messages if text.startswith("data.path: ")]
+    assert said.startswith(f"data.path: the run goes on with {project / 'rows'}, from which it was started, and not ")
+    assert f" with rows in {copy}. " in said
+    assert not any(text.startswith(("data.validation", "model.path")) for text in caplog.messages)
 
 
 def test_a_copied_run_is_not_the_folder_that_it_was(project, monkeypatch):
