@@ -40,7 +40,7 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
     return {
         "receipt": 1,
         "rows": _rows(run),
-        "base": {"name": config.model.path or NOT_KNOWN, "sha256": prints.get("base", NOT_KNOWN)},
+        "base": {"name": _base_name(run, config), "sha256": prints.get("base", NOT_KNOWN)},
         "weights": {"manifest_sha256": hashlib.sha256(read_regular(weights / "manifest.json")).hexdigest()},
         "training": {
             "objective": config.training.objective,
@@ -65,6 +65,12 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
         "certificate": _certificate(weights),
         "verdict": {name: mapping(part).get("sentence") for name, part in verdicts.items()} or NOT_KNOWN,
     }
+
+
+def _base_name(run: RecordedRun, config: Config) -> str:
+    """Return the base as the run was given it. `config` names a relative path differently in each current folder."""
+    started = mapping(mapping(run.part("started_with").get("config")).get("model"))
+    return str(started.get("path") or config.model.path or NOT_KNOWN)
 
 
 def _rows(run: RecordedRun) -> dict[str, Any]:

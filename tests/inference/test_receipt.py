@@ -68,3 +68,20 @@ def test_a_run_that_is_not_complete_has_no_receipt(own_copy):
     refused = run_finetune("receipt", own_copy, code=2)
     assert "its state is failed" in refused.stdout
     assert not (own_copy / "receipt.json").exists()
+
+
+def test_a_receipt_is_checked_from_any_folder(own_copy, tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    base.mkdir()
+    config = own_copy / "config.yaml"
+    config.write_text(config.read_text().replace("path: shipped:phi_tiny", "path: base"))
+    changed(own_copy / "run.json", "resolved_paths", value={"model.path": str(base)})
+    changed(own_copy / "run.json", "started_with", "config", "model", "path", value="base")
+    monkeypatch.chdir(tmp_path)
+    run_finetune("receipt", own_copy, code=0)
+    assert json.loads((own_copy / "receipt.json").read_text())["base"]["name"] == "base"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "facts are equal" in run_finetune("verify", "--receipt", own_copy, code=0).stdout
+    base.rmdir()
+    run_finetune("verify", "--receipt", own_copy, code=0)
