@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from finetune.cli.runs import runs, summary
+from finetune.cli.runs import _summaries, runs, summary
 from finetune.errors import CheckpointError
 from finetune.runs.file_lock import file_lock
 from finetune.runs.folder import RunFolder
@@ -112,6 +112,19 @@ def test_a_folder_that_may_not_be_looked_into_is_passed_over(tmp_path, monkeypat
 
     monkeypatch.setattr(RunFolder, "holds_run", refuse_theirs)
     assert [run.name for run in find_runs(tmp_path)] == ["mine"]
+
+
+def test_a_run_is_read_again_once_it_may_be_read(tmp_path, monkeypatch):
+    """Permissions are pretended, because tests may run as root."""
+    write_run(tmp_path / "a")
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as closed:
+        closed.setattr("finetune.runs.folder.open_regular", refuse)
+        assert [run["state"] for run in _summaries(tmp_path)] == ["unreadable"]
+    assert [run["state"] for run in _summaries(tmp_path)] == ["completed"]
 
 
 def test_no_run_and_no_folder(tmp_path, capsys):
