@@ -193,9 +193,14 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
     try:
         model = load_adapter(base, run.weights)
         load_model(model, run.weights)  # strict, while peft only warns of missing tensors
-    except (ConfigError, ModelError):
-        raise
     except Exception as error:  # from several libraries, for other shapes or names
+        if not run.weights.is_dir():
+            raise CheckpointError(
+                f"{run.weights} was removed while the model was loaded: a run that trains keeps only its newest "
+                "checkpoints (checkpoint.save_total_limit). Run the command again."
+            ) from error
+        if isinstance(error, (ConfigError, ModelError)):
+            raise
         raise ModelError(
             f"the adapter in {run.weights} does not fit the base {path}: {first_line(error)} "
             "Name the base that it was trained on with --set model.path=FOLDER."

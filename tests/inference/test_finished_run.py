@@ -9,6 +9,7 @@ from finetune.config.config_files import resolve_shipped
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run, load_finished_run
+from finetune.runs.file_lock import file_lock
 from finetune.runs.verification import verify_checkpoint
 from tests.replay.scene import change_tensor
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -54,6 +55,21 @@ def test_a_run_that_did_not_end_has_its_checkpoints(own_copy):
     _, (model, tokenizer) = load(own_copy, checkpoint="2")
     assert hasattr(model, "peft_config")
     assert tokenizer.chat_template
+
+
+def test_a_run_that_still_trains_is_waited_for_and_only_its_newest_checkpoint_is_named(own_copy):
+    shutil.rmtree(own_copy / "adapter")
+    waits = r"no adapter/ yet: it still trains\. Wait for its end\. Or take .* --checkpoint latest\.$"
+    with file_lock(own_copy / ".lock", waiting_for="the run"), pytest.raises(CheckpointError, match=waits):
+        find_run(own_copy)
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(own_copy):
+    run = find_run(own_copy, checkpoint="latest")
+    shutil.rmtree(run.weights)
+    removed = r"step-000004 was removed while the model was loaded.*Run the command again"
+    with launch(run.config, trains=False) as runtime, pytest.raises(CheckpointError, match=removed):
+        load_finished_run(runtime, run)
 
 
 def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this_run(own_copy, adapter_run):
