@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from finetune.errors import FinetuneError, RunFailedError
+from finetune.signals import end_with_parent
 
 _POLL_SECONDS = 0.005
 _MOST_LINES = 12
@@ -50,7 +53,7 @@ def run_command(
     """
     until = time.monotonic() + seconds
     log.unlink(missing_ok=True)
-    process = start_command(arguments, log)
+    process = start_command(arguments, log, partial(end_with_parent, signal.SIGKILL))
     try:
         while process.poll() is None and not kill_when():
             if time.monotonic() >= until:

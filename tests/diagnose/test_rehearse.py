@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,7 +29,10 @@ from finetune.model.base import longrope_boundary
 from finetune.model.published import published_sizes
 from finetune.model.shrunken import HEAD_SIZE, shrink
 from finetune.model.targets import resolve_targets
+from finetune.runs.file_lock import file_lock
 from tests.in_process import Ended, run_finetune
+from tests.launches import wait_until
+from tests.runs.made_runs import write_run
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import LLAMA_KIN
 from tests.tiny_runs import write_base, write_rows
@@ -270,6 +276,22 @@ def test_a_command_that_does_not_end_in_time_is_ended(job: Job) -> None:
     ended, stages = rehearse(job(), "--minutes", "0.01")
     assert ended.returncode == stages["plan"]["exit_code"] == 3
     assert "finetune plan had not ended when the time of the rehearsal was over" in stages["plan"]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_killed_rehearsal_leaves_no_command_behind(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", status="running").path
+    code = "import sys; from pathlib import Path; from finetune.diagnose.rehearsal_commands import run_command; "
+    code += "run_command(['watch', sys.argv[1]], Path(sys.argv[2]), seconds=60)"
+    with file_lock(run / ".lock", waiting_for="the run"):  # the command watches it until it is released
+        rehearsal = subprocess.Popen([sys.executable, "-c", code, str(run), str(tmp_path / "log")])
+        parent = psutil.Process(rehearsal.pid)
+        wait_until(parent.children, "the command", 60.0)
+        (command,) = parent.children()
+        rehearsal.kill()
+        rehearsal.wait()
+        wait_until(lambda: not command.is_running(), "the end of the command", 10.0)
 
 
 def test_ctrl_c_leaves_no_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
