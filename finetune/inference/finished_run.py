@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,12 @@ from finetune.config.run_config import load_run_config
 from finetune.config.schema import Config, ModelSection, ParallelSection
 from finetune.errors import CheckpointError, ConfigError, ModelError, first_line
 from finetune.fallbacks import Fallback
+from finetune.runs.durable import read_manifest
 from finetune.runs.folder import RunFolder
 from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun, suggest_run
+from finetune.runs.state import read_state
+from finetune.runs.verification import OPTIMIZER_FILE
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -94,6 +98,8 @@ def find_run(
         )
     read_run_record(folder.record_file)  # refuses values of other types
     weights = recorded.find_weights(checkpoint)
+    if checkpoint is None and recorded.status != "completed":
+        _warn_of_earlier_end(recorded)
     config = load_run_config(folder.path, overrides)
     if not any(override.startswith(("parallel.", "parallel=")) for override in overrides):
         config = config.model_copy(update={"parallel": ParallelSection()})
@@ -239,6 +245,30 @@ def _load_base(runtime: Runtime, config: Config) -> Any:
         runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=quantize, used=used, why=str(error)))
         return build_base_model(config.model)
     return build_quantized_base(config.model, config.lora, runtime.device)
+
+
+def _warn_of_earlier_end(recorded: RecordedRun) -> None:
+    """Warn if a run has trained on since it published `adapter/`, and has not ended again."""
+    folder = recorded.folder
+    with suppress(IndexError, ValueError, CheckpointError):  # no checkpoint that can be read
+        state = read_state(folder.checkpoint(folder.checkpoint_steps()[-1]))
+        published = _digests_of_weights(folder.adapter)
+        if all(
+            _digests_of_weights(folder.checkpoint(step)) != published for step in {state.step, state.best_step or 0}
+        ):
+            _log.warning(
+                "%s holds the weights of an earlier end of the run, which has trained on to step %d since and has not "
+                "ended again (%s). --checkpoint latest takes its newest weights",
+                *(folder.adapter, state.step, recorded.state),
+            )
+
+
+def _digests_of_weights(folder: Path) -> dict[str, Any]:
+    """Return the digests of the model's tensors in a manifest; empty if there is no folder."""
+    if not folder.is_dir():
+        return {}
+    entries = read_manifest(folder).items()
+    return {name: entry for name, entry in entries if name.endswith(".safetensors") and name != OPTIMIZER_FILE}
 
 
 def _changes(key: str, overrides: Sequence[str]) -> bool:

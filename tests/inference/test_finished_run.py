@@ -9,7 +9,9 @@ from finetune.config.config_files import resolve_shipped
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run, load_finished_run
+from finetune.runs.checkpoints import publish_adapter
 from finetune.runs.file_lock import file_lock
+from finetune.runs.folder import RunFolder
 from finetune.runs.verification import verify_checkpoint
 from tests.replay.scene import change_tensor
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -70,6 +72,21 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(own_cop
     removed = r"step-000004 was removed while the model was loaded.*Run the command again"
     with launch(run.config, trains=False) as runtime, pytest.raises(CheckpointError, match=removed):
         load_finished_run(runtime, run)
+
+
+def test_the_weights_of_an_earlier_end_are_said_to_be_that(own_copy, caplog):
+    record = own_copy / "run.json"
+    record.write_text(record.read_text().replace('"status": "completed"', '"status": "running"'))
+    find_run(own_copy)
+    assert not caplog.messages
+    folder = RunFolder(own_copy)
+    publish_adapter(folder, folder.checkpoint(2))
+    find_run(own_copy, checkpoint="2")
+    assert not caplog.messages
+    find_run(own_copy)
+    (said,) = caplog.messages
+    assert "weights of an earlier end of the run, which has trained on to step 4 since" in said
+    assert "(stopped). --checkpoint latest" in said
 
 
 def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this_run(own_copy, adapter_run):
