@@ -36,7 +36,7 @@ def runs(
     ] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """Print a table of the runs below a folder, the newest first."""
+    """Print a table of the runs below a folder, in the order in which they were started."""
     configure_logs(0, level=logging.ERROR)
     with waiting(f"reading the runs in {folder}"):
         summaries = _summaries(folder)

@@ -320,9 +320,9 @@ class RecordedRun:
         folder, steps = self.folder, self.folder.checkpoint_steps()
         if checkpoint is None:
             if not folder.adapter.is_dir():
-                why, newest_step = "the run did not complete. Continue it with resume=auto.", steps[-1] if steps else 0
+                why, newest_step = "the run did not complete. Continue it with resume=auto.", str(*steps[-1:])
                 if self.state == "running":  # it keeps only its newest checkpoints
-                    why, newest_step = "it still trains. Wait for its end.", steps and LATEST
+                    why, newest_step = "it still trains. Wait for its end.", LATEST
                 hint = f" Or take a checkpoint: finetune merge {self.name} --checkpoint {newest_step}." if steps else ""
                 raise CheckpointError(f"{self.name} has no adapter/ yet: {why}{hint}")
             if problems := verify_published(folder.adapter):
