@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from finetune.data.batches import derived_seed
 from finetune.engine.products import in_float64
+from finetune.errors import RunFailedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +56,21 @@ class Draw:
         self._generators = [self._generators[place] for place in places]
 
     def nats(self) -> list[list[float]]:
-        """Return -log p of each token that was drawn, row after row, before temperature and filters."""
+        """Return -log p of each token that was drawn, row after row, before temperature and filters.
+
+        Raises:
+            RunFailedError: the model's probabilities were not finite, so the tokens have no meaning.
+        """
         nats: list[list[float]] = [[] for _ in range(self._num_rows)]
         for rows, values in self._nats:
             for row, more in zip(rows, values.tolist(), strict=True):
                 nats[row] += more
+        if not all(map(math.isfinite, chain.from_iterable(nats))):
+            raise RunFailedError(
+                "no token can be drawn, because the model's probabilities are not finite: its weights have diverged, "
+                "or the temperature is too close to 0. Take an earlier checkpoint, with a lower optim.learning_rate if "
+                "you train, or raise the temperature."
+            )
         return nats
 
     def note(self, nats: torch.Tensor) -> None:
@@ -70,7 +83,10 @@ class Draw:
         return torch.stack(drawn)
 
     def choose(self, scores: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token of each row that a random number of [0, 1), (rows, 1), chooses, and its -log p."""
+        """Return the token of each row that a random number of [0, 1), (rows, 1), chooses, and its -log p.
+
+        -log p is nan where the probabilities are not finite.
+        """
         filtered = scores.float()
         if torch.are_deterministic_algorithms_enabled():  # CUDA has no running sum with a fixed order
             filtered = filtered.cpu()
@@ -79,8 +95,10 @@ class Draw:
         # In float64, so that the sample is the same on every device.
         below = in_float64(filtered).softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(below, levels.to(below.device) * below[:, -1:], right=True).to(scores.device)
-        logits = scores.float()
-        return drawn[:, 0], logits.logsumexp(-1) - logits.gather(1, drawn)[:, 0]
+        drawn = drawn.clamp(max=scores.shape[-1] - 1)  # there is no such token if nothing is finite
+        logits, is_finite = scores.float(), below[:, -1].isfinite().to(scores.device)
+        nats = logits.logsumexp(-1) - logits.gather(1, drawn)[:, 0]
+        return drawn[:, 0], torch.where(is_finite, nats, torch.nan)
 
     def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""

@@ -4,7 +4,7 @@ from transformers import GenerationConfig
 
 from finetune.config.schema import LoraSection
 from finetune.distributed.device import convert_weights
-from finetune.errors import DataError
+from finetune.errors import DataError, RunFailedError
 from finetune.inference.decoding import (
     Decoding,
     generate_answers,
@@ -111,6 +111,15 @@ def test_the_filters_leave_out_what_they_should(model):
     greedy = generate(model)
     assert generate(model, sampling=Sampling(top_k=1, seed=3)) == greedy
     assert generate(model, sampling=Sampling(top_p=1e-6, seed=3)) == greedy
+
+
+def test_a_model_whose_probabilities_are_not_finite_draws_no_token(model):
+    diverged = build_tiny(tiny_phi3_config())
+    with torch.no_grad():
+        diverged.model.norm.weight.fill_(torch.nan)
+    for each, temperature in ((diverged, 1.0), (model, 1e-40)):
+        with pytest.raises(RunFailedError, match="no token can be drawn, because the model's probabilities are not"):
+            generate(each, sampling=Sampling(temperature=temperature))
 
 
 def test_greedy_is_greedy_whatever_a_base_ships_with(model):
