@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,8 @@ def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Sco
     }
 
 
+LARGEST_REWARD = 1e100
+"""Rewards are smaller than this in size, so that the sums of their squares are finite."""
 _LATER_SECONDS = 2.0
 _NEED_EXPECTED = ("exact_match", "json_equal", "token_f1")
 
@@ -200,17 +203,20 @@ class Rewards:
         )
 
     def _ask(self, name: str, answers: Sequence[GeneratedAnswer]) -> list[float]:
-        """Call a function of the user's."""
+        """Call a function of the user's.
+
+        Each answer has copies of its row's values, so that a function which changes them changes no other answer's and
+        no later step's.
+        """
         columns = {column for answer in answers for column in answer.columns}
-        arguments = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
+        arguments = {column: [deepcopy(answer.columns.get(column)) for answer in answers] for column in sorted(columns)}
         arguments |= {
-            "prompts": [answer.prompt for answer in answers],
+            "prompts": [deepcopy(answer.prompt) for answer in answers],
             "completions": [_completion_of(answer) for answer in answers],
             "completion_ids": [list(answer.ids) for answer in answers],
             "expected": [answer.expected for answer in answers],
         }
         values = self._in_time(name, arguments, answers)
-        values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
         is_list = isinstance(values, Sequence) and not isinstance(values, str)
         if not is_list or len(values) != len(answers):
             actual = f"{len(values)} values" if is_list else quote(values)
@@ -224,7 +230,7 @@ class Rewards:
         first = f"{len(answers)} answers, the first to {answers[0].source}"
         try:
             return call_within(
-                self.timeout_seconds, lambda: self._own[name](**arguments), name=f"reward function {name}"
+                self.timeout_seconds, lambda: _as_list(self._own[name](**arguments)), name=f"reward function {name}"
             )
         except DeadlineExceededError:
             raise DataError(self._late(name, answers)) from None
@@ -232,6 +238,11 @@ class Rewards:
             raise
         except (Exception, SystemExit) as error:  # it is the user's own code, which may call sys.exit
             raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
+
+
+def _as_list(values: Any) -> Any:
+    """Return the numbers of an array or a tensor as a list, and any other value as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _completion_of(answer: GeneratedAnswer) -> str | list[Turn]:
@@ -260,11 +271,11 @@ def _as_number(name: str, value: object, answer: GeneratedAnswer) -> float:
     try:
         # What is no number raises an error, except for text of one.
         number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # an object of the user's may raise any error
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) < LARGEST_REWARD:
         raise DataError(
             f"the reward function {name} gave {quote(value)} for the answer {answer.whole[:60]!r} to {answer.source}; "
-            "expected a finite number, or None for no reward."
+            f"expected a number below {LARGEST_REWARD:g} in size, or None for no reward."
         )
     return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from finetune.data.rendering import start_child
 from finetune.data.turns import ROLES, Turn, text_turn
 from finetune.data.values import BadRowError, quote
 from finetune.errors import ConfigError, DataError, RunFailedError
+from finetune.training.rewards.functions import LARGEST_REWARD
 from finetune.training.rewards.tool_process import error_text
 
 if TYPE_CHECKING:
@@ -254,8 +254,11 @@ class Environment:
     def score(self, place: int) -> float:
         """Return the score of the conversation at a place. Raises the errors of `turns`."""
         value = self._ask(place, "score")
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise DataError(f"the environment {self._name} returned {quote(value)} from score; expected a number.")
+        if not isinstance(value, (int, float)) or not abs(value) < LARGEST_REWARD:
+            raise DataError(
+                f"the environment {self._name} returned {quote(value)} from score; expected a number below "
+                f"{LARGEST_REWARD:g} in size."
+            )
         return float(value)
 
     def _ask(self, place: int, method: str, *given: object) -> Any:

@@ -36,6 +36,16 @@ def returns_huge(completions, **columns): return [0, 10**400, 1][: len(completio
 def returns_word(completions, **columns): return [0, "0.5", 1][: len(completions)]
 def returns_fewer(completions, **columns): return [1.0] * (len(completions) - 1)
 def returns_text(completions, **columns): return "x" * len(completions)
+def returns_large(completions, **columns): return [1e300] * len(completions)
+class Odd:
+    def __repr__(self): return "Odd"
+    def __float__(self): raise RuntimeError("odd")
+    def tolist(self): raise NotImplementedError("no data")
+def returns_odd_array(completions, **columns): return Odd()
+def returns_odd_numbers(completions, **columns): return [Odd()] * len(completions)
+def edits(prompts, completions, cases, **columns):
+    for prompt in prompts: prompt[0]["content"] += "!"
+    return [len(each.pop()) + len(each) for each in cases]
 def returns_nothing(completions, **columns): return None
 def takes_no_columns(completions): return [1.0] * len(completions)
 def hangs(completions, **columns):
@@ -169,8 +179,11 @@ def test_a_function_of_trl_is_called_as_trl_calls_it():
         ("fails", r"failed on 3 answers, the first to rows.jsonl:1: ZeroDivisionError\('division by zero'\)"),
         ("leaves", r"failed on 3 answers, the first to rows.jsonl:1: SystemExit\(3\)"),
         ("takes_no_columns", "failed on 3 answers.*TypeError.*unexpected keyword argument"),
-        ("returns_nan", "gave nan for the answer 'bb' to rows.jsonl:2; expected a finite number, or None"),
+        ("returns_nan", r"gave nan for the answer 'bb' to rows.jsonl:2; expected a number below 1e\+100 in size, or N"),
         ("returns_huge", "gave 10+… for the answer 'bb' to rows.jsonl:2"),
+        ("returns_large", r"gave 1e\+300 for the answer 'a' to rows.jsonl:1"),
+        ("returns_odd_array", r"failed on 3 answers, the first to rows.jsonl:1: NotImplementedError\('no data'\)"),
+        ("returns_odd_numbers", "gave Odd for the answer 'a' to rows.jsonl:1"),
         ("returns_word", "gave '0.5' for the answer 'bb' to rows.jsonl:2"),
         ("returns_fewer", "returned 2 values for 3 answers; expected a list with one number, or None, for each"),
         ("returns_text", "returned 'xxx' for 3 answers"),
@@ -180,6 +193,14 @@ def test_a_function_of_trl_is_called_as_trl_calls_it():
 def test_a_function_that_goes_wrong_is_named_with_the_row(own, name, why):
     with pytest.raises(DataError, match=rf"^the reward function {own}.{name} {why}"):
         rewards_of(f".{name}")(THREE)
+
+
+def test_a_function_that_changes_its_arguments_changes_no_other_answer_s_and_no_row(own):
+    prompt, columns = [{"role": "user", "content": "?"}], {"cases": ["a", "bc"]}
+    answers = [answer("x", prompt=prompt, columns=columns) for _ in range(2)]
+    for _ in range(2):
+        assert rewards_of(".edits")(answers) == [[3], [3]]
+    assert (prompt[0]["content"], columns) == ("?", {"cases": ["a", "bc"]})
 
 
 def test_a_function_may_not_take_longer_than_it_is_given(own):

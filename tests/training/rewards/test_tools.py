@@ -428,7 +428,7 @@ class Game:
         return numpy.array([]) if answer == "nothing" else None
 
     async def score(self):
-        return self.tries
+        return 10**400 if self.tries == 2 else self.tries
 """
 
 
@@ -444,3 +444,6 @@ def test_an_async_environment_is_awaited_in_one_loop_and_its_score_may_be_of_num
     with pytest.raises(DataError, match=r"returned .*\[\].* from step; expected None, a text"):
         environment.turns(1, "step", "nothing")
     assert environment.score(0) == 0.5
+    environment.turns(1, "reset", {"tries": 2})
+    with pytest.raises(DataError, match=r"returned 10+… from score; expected a number below 1e\+100 in size"):
+        environment.score(1)
