@@ -132,9 +132,11 @@ def test_few_rows_that_differ_show_nothing():
     assert (verdict.result, verdict.low, verdict.num_better) == ("no difference", None, 1)
 
 
-def test_fewer_rows_than_were_judged_are_never_named_as_enough():
-    verdict = judge_rows("exact_match", [1.0] * 5, [0.0] * 5)
-    assert str(verdict).startswith("no difference that 5 rows could show: +1.0000")
+def test_fewer_rows_than_the_sign_test_needs_are_never_named_as_enough():
+    for num_rows in (2, 3, 5):
+        sentence = f"no difference that {num_rows} rows could show (about 6 rows would show one of this size): +1.0000"
+        assert str(compare_shares(num_rows, 0, num_rows)).startswith(sentence)
+    assert compare_shares(6, 0, 6).result == "better"
 
 
 def test_losses_that_change_by_the_same_rate_show_a_difference():
