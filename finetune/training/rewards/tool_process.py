@@ -152,12 +152,15 @@ def _serve(connection: Connection[Any, Any]) -> None:
         ready = {"schemas": "", "problem": str(error)}
     connection.send_bytes(json.dumps(ready).encode())
     games: dict[int, Any] = {}
+    own_id = os.getpid()
     while True:
         request = json.loads(connection.recv_bytes())
         function = tools[request["name"]]
         plays = "method" in request
         call = partial(_play, games, function, request) if plays else partial(function, **request["arguments"])
         result = _attempt(call, request["most"], _plain if plays else str)
+        if os.getpid() != own_id:
+            os._exit(1)  # a child that the function forked: a second answer would be taken for that of the next call
         connection.send_bytes(json.dumps(result).encode())
 
 

@@ -51,6 +51,8 @@ def act(how: str):
         os._exit(9)
     if how == "print":
         print("to be or not"), print("aside", file=sys.stderr), os.write(1, b"past Python")
+    if how == "fork":
+        return "of the parent" if os.fork() else "of the child"
     if how == "much":
         return "word " * 2_000_000
     if how == "special":
@@ -134,6 +136,13 @@ def test_a_tool_that_hangs_or_ends_its_process_is_an_error_and_the_next_call_wor
     died = call(process, "act", how="die")
     assert (died.text, died.failed) == ('{"error": "act has ended its process"}', True)
     assert call(process, "add", a=1, b=1).text == "2"
+
+
+@pytest.mark.process
+def test_a_child_that_a_tool_forks_does_not_answer(process):
+    for n in range(3):
+        assert call(process, "act", how="fork").text == "of the parent"
+        assert call(process, "add", a=n, b=1).text == str(n + 1)
 
 
 @pytest.mark.slow
