@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import ModelSection
 
-
 _log = logging.getLogger(__name__)
 _RECORDED = frozenset(FAMILIES)
 """The model types that have a record from the start. Those that `learn_family` adds are not among them."""
@@ -213,10 +212,10 @@ def longrope_boundary(model: Any) -> int | None:
     """
     config = getattr(model, "config", model)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) != "longrope":
-        return None
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return int(original) if original else None
+    ropes = [rope, *(of_type for of_type in rope.values() if isinstance(of_type, dict))]
+    longropes = [each for each in ropes if each.get("rope_type", each.get("type")) == "longrope"]
+    key = "original_max_position_embeddings"
+    return max((int(each.get(key) or getattr(config, key, None) or 0) for each in longropes), default=0) or None
 
 
 def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) -> torch.dtype | Literal["auto"]:

@@ -105,9 +105,11 @@ def shrunken_config(config: PretrainedConfig, vocab_size: int = VOCABULARY) -> P
             keys[key] = min(WINDOW, old[key])
     uses_long_factors = family_of(config.model_type).uses_long_factors  # otherwise a longer context is refused
     for name in filter(keys.get, _ROPES if uses_long_factors else ()):
-        rope = keys[name]
-        if "llama_4_scaling_beta" in rope or "longrope" in (rope.get("rope_type"), rope.get("type")):
-            keys[name] = _shorten_context(keys, rope)
+        sizes = keys  # for the first of the rotations by layer type, since they have one context
+        for rope in (keys[name], *(of_type for of_type in keys[name].values() if isinstance(of_type, dict))):
+            if "llama_4_scaling_beta" in rope or "longrope" in (rope.get("rope_type"), rope.get("type")):
+                _shorten_context(sizes, rope)
+                sizes = {}
     rest = {key: value for key, value in keys.items() if key not in ("model_type", "_name_or_path")}
     return type(config)(**in_own_names(config, rest))
 
@@ -134,22 +136,24 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
     return evaluated
 
 
-def _shorten_context(keys: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+def _shorten_context(keys: dict[str, Any], rope: dict[str, Any]) -> None:
     """Make the original context _SHORT_CONTEXT long, also in `keys`, and keep its ratio to the whole context."""
     name, whole = "original_max_position_embeddings", "max_position_embeddings"
     original = rope.get(name) or keys.get(name)
-    if not original:
-        return rope
-    for each in (keys, rope):
-        each |= {key: each[key] * _SHORT_CONTEXT // original for key in (name, whole) if each.get(key)}
-    return rope
+    if original:
+        for each in (keys, rope):
+            each |= {key: each[key] * _SHORT_CONTEXT // original for key in (name, whole) if each.get(key)}
 
 
 def _sample_factors(rope: Mapping[str, Any], num_pairs: int) -> dict[str, Any]:
-    """Sample LongRoPE's factors evenly: one for each pair of rotated dimensions of a head."""
-    return {
-        key: [value[place * len(value) // num_pairs] for place in range(num_pairs)]
-        if isinstance(value, list)
-        else value
-        for key, value in rope.items()
-    }
+    """Sample LongRoPE's factors evenly: one for each pair of rotated dimensions of a head.
+
+    `rope` may hold a rotation for each type of layer.
+    """
+    sampled = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, list):
+            sampled[key] = [value[place * len(value) // num_pairs] for place in range(num_pairs)]
+        elif isinstance(value, dict):
+            sampled[key] = _sample_factors(value, num_pairs)
+    return sampled

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, Gemma3TextConfig
 
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.distributed.device import convert_weights
@@ -15,7 +15,7 @@ from finetune.model.from_hub import locate
 from finetune.model.lora import add_lora
 from finetune.model.tokens import build_tokenizer
 from tests.tiny import tiny_tokenizer
-from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_phi3_config, tiny_phi_config
+from tests.tiny_models import PHI3_SIZES, SIZES, build_tiny, tiny_phi3_config, tiny_phi_config
 
 RANDOM = {"init": "random", "config": {"model_type": "phi3", **PHI3_SIZES}}
 
@@ -213,6 +213,9 @@ def test_context_and_longrope_boundary_come_from_the_configuration():
         original_max_position_embeddings=32, rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     )
     assert longrope_boundary(build_tiny(long)) == 32
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 24, **factors}
+    by_type = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    assert longrope_boundary(Gemma3TextConfig(**SIZES, head_dim=4, rope_parameters=by_type)) == 24
 
 
 def test_a_weight_is_moved_and_converted_in_one_step(folder):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Phi3Config
 
+from finetune.model.base import longrope_boundary
 from finetune.model.shrunken import VOCABULARY, WINDOW, random_model, shrunken_config
 
 KEPT = ("model_type", "tie_word_embeddings", "hidden_act", "attention_bias", "final_logit_softcapping")
@@ -25,6 +26,14 @@ CONFIGS = {
     "ministral3": AutoConfig.for_model("ministral3"),
     "granite": AutoConfig.for_model("granite", attention_multiplier=1 / 128, logits_scaling=8.0, attention_bias=True),
     "longrope": Phi3Config(**LONG, num_key_value_heads=8),
+    "longrope by type": AutoConfig.for_model(
+        "gemma3_text",
+        max_position_embeddings=131072,
+        rope_parameters={
+            "full_attention": {**LONGROPE, "original_max_position_embeddings": 4096},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "qwen3_moe": AutoConfig.for_model("qwen3_moe"),
     "gpt2": AutoConfig.for_model("gpt2"),
 }
@@ -67,5 +76,9 @@ def test_scales_windows_and_rotary_positions_are_shrunk_with_the_heads() -> None
     assert tiny["gemma3"].sliding_window == WINDOW
     assert (tiny["longrope"].original_max_position_embeddings, tiny["longrope"].max_position_embeddings) == (16, 512)
     assert tiny["longrope"].rope_parameters["short_factor"] == [1.0] * 4 + [1.5] * 4
+    by_type = tiny["longrope by type"]
+    assert longrope_boundary(by_type) == 16
+    assert by_type.max_position_embeddings == 512
+    assert len(by_type.rope_parameters["full_attention"]["long_factor"]) == by_type.head_dim // 2
     assert tiny["ministral3"].rope_parameters["original_max_position_embeddings"] == 16
     assert tiny["ministral3"].rope_parameters["factor"] == 16.0
