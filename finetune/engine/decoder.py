@@ -228,8 +228,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 ENTER = "enter_layer"
 """The name of an optional method of a layer, from (compute, h) to compute(h). The engine never calls layers, so hooks
 do not run. This method does what a hook would do around a call, for example all-gather the layer's weights."""
-
-
 OFFLOADS = "offloads_inputs"
 """The name of an attribute of a decoder: whether inputs of layers that are checkpointed are kept in main memory."""
 Prepare = Callable[[Sequence[Linear], torch.dtype], Sequence[Linear]]

@@ -37,8 +37,10 @@ _REFUSED = {
     "and the like). Take today's microsoft/phi-2, which transformers reads with a class of its own: model=phi2",
     ("slimmoe",): "Phi-mini-MoE and Phi-tiny-MoE are not supported: they call themselves phimoe, but their experts "
     "have a layout that only their own remote code reads. Take model=phi3_5_moe or model=phi4_mini",
+    ("use_bidirectional_attention",): "its tokens see later tokens (use_bidirectional_attention in config.json), so it "
+    "would learn to copy them. Such models make embeddings. Take one that predicts the next token",
 }
-"""By a part of `model_type`, or of a file name in `auto_map`, in config.json; as of transformers 5.23."""
+"""By a part of `model_type`, or of a file name in `auto_map`, or a key that is true; as of transformers 5.23."""
 
 _PHI_BY_NAME = re.compile(r"(.*[-_.])?phi[-_.]?\d", re.IGNORECASE)
 MOST_LAYERS = 2_000
@@ -64,7 +66,8 @@ def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
     Raises:
         ModelError: names a model to use instead.
     """
-    names = " ".join(map(str, [config.get("model_type"), *(config.get("auto_map") or {}).values()]))
+    true_keys = [key for key, value in config.items() if value is True]
+    names = " ".join(map(str, [config.get("model_type"), *(config.get("auto_map") or {}).values(), *true_keys]))
     reason = next((reason for parts, reason in _REFUSED.items() if any(part in names for part in parts)), None)
     if reason is not None:
         raise ModelError(f"model.path is {name}: {reason}.")

@@ -48,6 +48,10 @@ REFUSED = {
         {"model_type": "phimoe", "auto_map": {"AutoConfig": "configuration_slimmoe.PhiMoEConfig"}},
         "Phi-mini-MoE and Phi-tiny-MoE are not supported",
     ),
+    "EmbeddingGemma": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "its tokens see later tokens .* Take one that predicts the next token",
+    ),
     "phi-2's first upload": ({"model_type": "phi-msft"}, "phi-2's first upload, .* model=phi2"),
 }
 
