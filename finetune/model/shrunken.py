@@ -17,7 +17,9 @@ HEAD_SIZE = 16
 VOCABULARY = 96
 WINDOW = 6
 """The sliding window of `shrunken_config`. It is shorter than the rows, so that it matters."""
-_SHORT_CONTEXT = 16
+_ORIGINAL, _WHOLE = "original_max_position_embeddings", "max_position_embeddings"
+_SHORT_CONTEXT, _LEAST_CONTEXT = 16, 512
+"""The original context, and the fewest positions in all: rows of the shipped data must fit."""
 _LEAST_HIDDEN, _LEAST_LAYERS = 64, 2
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -105,11 +107,15 @@ def shrunken_config(config: PretrainedConfig, vocab_size: int = VOCABULARY) -> P
             keys[key] = min(WINDOW, old[key])
     uses_long_factors = family_of(config.model_type).uses_long_factors  # otherwise a longer context is refused
     for name in filter(keys.get, _ROPES if uses_long_factors else ()):
-        sizes = keys  # for the first of the rotations by layer type, since they have one context
         for rope in (keys[name], *(of_type for of_type in keys[name].values() if isinstance(of_type, dict))):
-            if "llama_4_scaling_beta" in rope or "longrope" in (rope.get("rope_type"), rope.get("type")):
-                _shorten_context(sizes, rope)
-                sizes = {}
+            is_longrope = "longrope" in (rope.get("rope_type"), rope.get("type"))
+            original = rope.get(_ORIGINAL) or old.get(_ORIGINAL)
+            if original and is_longrope and rope.get("factor") is None:
+                rope["factor"] = old[_WHOLE] / original  # as transformers does
+            if original and (is_longrope or "llama_4_scaling_beta" in rope):
+                _shorten_context(keys, rope, old, original)
+    if keys.get(_WHOLE):
+        keys[_WHOLE] = max(keys[_WHOLE], _LEAST_CONTEXT)
     rest = {key: value for key, value in keys.items() if key not in ("model_type", "_name_or_path")}
     return type(config)(**in_own_names(config, rest))
 
@@ -136,13 +142,10 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
     return evaluated
 
 
-def _shorten_context(keys: dict[str, Any], rope: dict[str, Any]) -> None:
+def _shorten_context(keys: dict[str, Any], rope: dict[str, Any], old: Mapping[str, Any], original: int) -> None:
     """Make the original context _SHORT_CONTEXT long, also in `keys`, and keep its ratio to the whole context."""
-    name, whole = "original_max_position_embeddings", "max_position_embeddings"
-    original = rope.get(name) or keys.get(name)
-    if original:
-        for each in (keys, rope):
-            each |= {key: each[key] * _SHORT_CONTEXT // original for key in (name, whole) if each.get(key)}
+    for each, own in ((keys, old), (rope, dict(rope))):
+        each |= {key: own[key] * _SHORT_CONTEXT // original for key in (_ORIGINAL, _WHOLE) if own.get(key)}
 
 
 def _sample_factors(rope: Mapping[str, Any], num_pairs: int) -> dict[str, Any]:

@@ -76,6 +76,8 @@ def test_scales_windows_and_rotary_positions_are_shrunk_with_the_heads() -> None
     assert tiny["gemma3"].sliding_window == WINDOW
     assert (tiny["longrope"].original_max_position_embeddings, tiny["longrope"].max_position_embeddings) == (16, 512)
     assert tiny["longrope"].rope_parameters["short_factor"] == [1.0] * 4 + [1.5] * 4
+    near = shrunken_config(Phi3Config(**{**LONG, "max_position_embeddings": 8192}, num_key_value_heads=8))
+    assert (near.max_position_embeddings, near.rope_parameters["factor"]) == (512, 2)
     by_type = tiny["longrope by type"]
     assert longrope_boundary(by_type) == 16
     assert by_type.max_position_embeddings == 512
