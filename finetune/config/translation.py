@@ -209,7 +209,8 @@ class Translation:
         settled: list[str] = []
         decide = [f"# Translated from {self.path.name!r}, a file of {self.tool}. DECIDE marks what you must decide."]
         for sentence, names in self.notes.items():
-            is_settled = sentence.startswith((NOTHING, MISSING, *(f"Set {key}" for key in chosen)))
+            key = re.match(r"Set ([\w.]*\w)", sentence)
+            is_settled = sentence.startswith((NOTHING, MISSING)) or (key is not None and key[1] in chosen)
             start = "" if is_settled or sentence == UNKNOWN else "DECIDE: "
             lines = [", ".join(name.partition(":")[0] for name in names)] if sentence == _EMPTY else names
             wrapped = textwrap.wrap(f"{start}{sentence}", width=98, break_on_hyphens=False)

@@ -586,6 +586,13 @@ def test_overrides_win_and_replace_the_rows_and_the_model():
     assert (config.data.mixture, config.optim.schedule, config.training.objective) == ([], "linear", "dpo")
 
 
+def test_rows_on_the_command_line_leave_the_prompt_format_open():
+    Path("sft.yaml").write_text("stage: sft\ndataset: mine\ntemplate: vicuna\n", encoding="utf-8")
+    lines = translated("sft.yaml", "data=orders")
+    assert "# DECIDE: Set data.chat_template to" in lines
+    assert "# DECIDE: Set data.path" not in lines
+
+
 @pytest.mark.parametrize(
     "text",
     [
