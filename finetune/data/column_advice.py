@@ -98,8 +98,12 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
     instead = f", or set {proposals[0]}" if proposals and not example else ""
     if reads == "answers" and "text" in columns:
         instead += ", or set data.format=text to learn the texts as they are"
+    if not proposals and reads == "answers":
+        example = ": data.columns.prompt=COLUMN data.columns.completion=COLUMN"
+    absent = {ours: name for ours, name in examples.columns.items() if name != "none" and name not in row.value}
+    wrong = f" Here is no column for {column_overrides(absent)}." if absent else ""
     return (
-        f"{place} has the columns {show_names(row.value)}. Expected those of one format "
+        f"{place} has the columns {show_names(row.value)}.{wrong} Expected those of one format "
         f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
     )
 

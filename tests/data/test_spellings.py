@@ -361,7 +361,17 @@ def test_settings_are_proposed_only_if_they_use_every_column_with_a_meaning(make
     path = write_jsonl([{name: f"This is {name}." for name in names}])
     with pytest.raises(DataError) as caught:
         encode_train(make_section(path=path))
-    assert str(caught.value).endswith(f"or name them in data.columns{proposal and f', for example {proposal}'}.")
+    way = f", for example {proposal}" if proposal else ": data.columns.prompt=COLUMN data.columns.completion=COLUMN"
+    assert str(caught.value).endswith(f"or name them in data.columns{way}.")
+
+
+def test_columns_that_are_named_and_not_there_are_said(make_section, write_jsonl):
+    path = write_jsonl([{"Frage": Q, "Antwort": A}])
+    columns = {"prompt": "frage", "completion": "Antwort", "input": "none"}
+    with pytest.raises(
+        DataError, match=r"columns Frage, Antwort\. Here is no column for data\.columns\.prompt=frage\. Ex"
+    ):
+        encode_train(make_section(path=path, columns=columns))
 
 
 def test_bad_rows_are_dropped_counted_by_reason_and_named(make_section, write_jsonl, logged):
