@@ -372,7 +372,7 @@ def _read_row(
             asked = examples.prompt_and_answer(index)
             ids, is_target = torch.tensor(asked.prompt), torch.zeros(len(asked.prompt), dtype=torch.bool)
             expected = str(tokens.tokenizer.decode(asked.answer))
-            notes += [f"expected answer: {on_one_line(expected)}"] if expected.strip() else []
+            notes += [f"expected answer: {expected}"] if expected.strip() else []
         pieces = read_pieces(tokens.tokenizer, ids.tolist(), is_target.tolist(), tokens.special_ids)
         if bool(examples.is_truncated[index]):
             notes.append(f"cut at data.max_length from {int(examples.full_lengths[index]):,} tokens")

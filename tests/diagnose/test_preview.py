@@ -304,6 +304,13 @@ def test_a_conversation_with_tools_is_made_up_after_each_prompt(base: Path, tmp_
     assert len(record["made_up"]["token_ids"]) == len(record["made_up"]["loss"])
 
 
+def test_an_expected_answer_of_several_lines_is_shown_on_one(base: Path, tmp_path: Path, capsys) -> None:
+    rows = [json.dumps({"prompt": f"{n} + 1?", "completion": f"so\n{n + 1}"}) for n in range(2)]
+    words = [*run_over(tmp_path, base, train=rows), "task=finetune_grpo", "reward.functions=exact_match"]
+    assert preview_from_overrides(words) == 0
+    assert "note: expected answer: so↵1\n" in capsys.readouterr().out
+
+
 def test_a_prompt_that_a_run_would_refuse_as_cut_is_a_problem(base: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"{n} + 1?", "completion": f"{n + 1}"}) for n in range(2)]
     rows.append(json.dumps({"prompt": "Which?", "completion": "the third " * 20}))
