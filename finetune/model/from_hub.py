@@ -49,8 +49,8 @@ def locate(path: str, key: str) -> str:
     refuse_irregular_folder(folder)
     if key == "model.path" and not (folder / "config.json").is_file():
         names = name_first(sorted(entry.name for entry in folder.iterdir()), 8) or "nothing"
-        is_adapter = (folder / "adapter_config.json").is_file()
-        hint = " This is an adapter: name its base model in model.path." if is_adapter else ""
+        has_adapter = any((folder / name / "adapter_config.json").is_file() for name in ("", "adapter"))
+        hint = f" Name its adapter's base in {key}, and train on with lora.start_from={path}." if has_adapter else ""
         raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {names}).{hint}")
     return str(folder.resolve())
 

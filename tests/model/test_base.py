@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -71,9 +72,11 @@ def test_a_path_without_a_model_is_refused_with_what_is_there(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ModelError, match=r"no config\.json \(found: notes\.txt\)"):
         build_base_model(section(path=str(tmp_path)))
-    add_lora(build_tiny(tiny_phi_config()), LoraSection(r=2)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"This is an adapter: name its base model in model\.path"):
-        build_base_model(section(path=str(tmp_path)))
+    add_lora(build_tiny(tiny_phi_config()), LoraSection(r=2)).save_pretrained(tmp_path / "adapter")
+    for folder in (tmp_path, tmp_path / "adapter"):  # a run, and its adapter
+        advice = f"Name its adapter's base in model.path, and train on with lora.start_from={folder}."
+        with pytest.raises(ModelError, match=re.escape(advice)):
+            build_base_model(section(path=str(folder)))
     with pytest.raises(ModelError, match="no such folder"):
         build_tokenizer(section(path="./none"))
 
