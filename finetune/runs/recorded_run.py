@@ -323,7 +323,7 @@ class RecordedRun:
                 why, newest_step = "the run did not complete. Continue it with resume=auto.", str(*steps[-1:])
                 if self.state == "running":  # it keeps only its newest checkpoints
                     why, newest_step = "it still trains. Wait for its end.", LATEST
-                hint = f" Or take a checkpoint: finetune merge {self.name} --checkpoint {newest_step}." if steps else ""
+                hint = f" Or add --checkpoint {newest_step} to generate, chat, evaluate or merge." if steps else ""
                 raise CheckpointError(f"{self.name} has no adapter/ yet: {why}{hint}")
             if problems := verify_published(folder.adapter):
                 if folder.adapter.is_symlink():  # which a resumed run refuses too

@@ -52,7 +52,9 @@ def test_a_checkpoint_is_named_by_its_step_or_as_the_latest(adapter_run):
 
 def test_a_run_that_did_not_end_has_its_checkpoints(own_copy):
     shutil.rmtree(own_copy / "adapter")
-    with pytest.raises(CheckpointError, match=r"no adapter/ yet.*finetune merge .* --checkpoint 4\.$"):
+    with pytest.raises(
+        CheckpointError, match=r"no adapter/ yet.*add --checkpoint 4 to generate, chat, evaluate or merge\.$"
+    ):
         find_run(own_copy)
     _, (model, tokenizer) = load(own_copy, checkpoint="2")
     assert hasattr(model, "peft_config")
