@@ -99,7 +99,9 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
     if reads == "answers" and "text" in columns:
         instead += ", or set data.format=text to learn the texts as they are"
     if not proposals and reads == "answers":
-        example = ": data.columns.prompt=COLUMN data.columns.completion=COLUMN"
+        has_turns = any(isinstance(value, list) for value in row.value.values())
+        names = ("messages",) if has_turns else ("prompt", "completion")
+        example = f": {column_overrides(dict.fromkeys(names, 'COLUMN'))}"
     absent = {ours: name for ours, name in examples.columns.items() if name != "none" and name not in row.value}
     wrong = f" Here is no column for {column_overrides(absent)}." if absent else ""
     return (

@@ -365,6 +365,11 @@ def test_settings_are_proposed_only_if_they_use_every_column_with_a_meaning(make
     assert str(caught.value).endswith(f"or name them in data.columns{way}.")
 
 
+def test_turns_in_an_unknown_column_are_to_be_named_messages(make_section, write_jsonl):
+    with pytest.raises(DataError, match=r"in data\.columns: data\.columns\.messages=COLUMN\.$"):
+        encode_train(make_section(path=write_jsonl([{"persona": "Be brief.", "dialog": [USER, GOOD]}])))
+
+
 def test_columns_that_are_named_and_not_there_are_said(make_section, write_jsonl):
     path = write_jsonl([{"Frage": Q, "Antwort": A}])
     columns = {"prompt": "frage", "completion": "Antwort", "input": "none"}
