@@ -143,8 +143,8 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
     from finetune.runs.state import read_state
 
     configure_logs(0, level=logging.ERROR)  # damage is reported below
+    run = open_run(run_folder, detail="recent")  # first: a folder without a run is refused with advice for this command
     RunFolder(run_folder).check("auto")
-    run = open_run(run_folder, detail="recent")
     newest = next((saved for saved in reversed(run.checkpoints) if not saved.problems), None)
     state = read_state(run.folder.checkpoints / newest.name) if newest else None
     exit_code = EXIT_PROBLEM if run.checkpoints and newest is None else 0

@@ -174,14 +174,10 @@ def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    for name, part in {
-        "empty": "is not the folder of a run",
-        "gone": "is not the folder of a run",
-        "other": "holds no run of finetune: notes.txt",
-        "file": "is not a folder",
-    }.items():
+    for name in ("empty", "gone", "other", "file"):
         done = run_finetune("checkpoints", tmp_path / name, code=2)
-        assert part in done.errors
+        assert "is not the folder of a run" in done.errors
+        assert "output_dir=" not in done.errors
         assert done.errors.count("CheckpointError") == 1
         assert "Traceback" not in done.errors
 
