@@ -292,5 +292,5 @@ def help_command(
     commands: Any = typer.main.get_command(app)
     names = list(commands.commands)
     if len(words) != 1 or words[0] in (*names, *_MEANT) or not search(words[0]):
-        refuse_near_topic(words, names)
+        refuse_near_topic([word for word in words if word not in _MEANT], names)
         app([*words, "--help"], prog_name="finetune")

@@ -106,14 +106,16 @@ def search(word: str) -> bool:
 
 
 def refuse_near_topic(words: Sequence[str], commands: Sequence[str]) -> None:
-    """Refuse a single word that is like the name of a section, a key, a task or a model, and name that one.
+    """Refuse a single word that nothing has, and name the section, the key, the task or the model that is like it.
 
-    Words that are like a command are left to typer.
+    Commands, and words that are like one, are left to typer.
     """
+    if len(words) != 1 or words[0] in commands or did_you_mean(words[0], commands):
+        return
     parts = {part for key in fields() for part in (key, *key.split("."))}
     choices = parts.union(OBJECTIVES, *map(dict, list_configs().values()))
-    if len(words) == 1 and not did_you_mean(words[0], commands) and (hint := did_you_mean(words[0], choices)):
-        raise ConfigError(f"{words[0]}: no command, task, key or page has this name. {hint}")
+    hint = did_you_mean(words[0], choices) or "Try another word, or see docs/index.md."
+    raise ConfigError(f"{words[0]}: no command, task, key or page has this name. {hint}")
 
 
 def find_task(word: str) -> str | None:
