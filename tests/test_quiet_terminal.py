@@ -182,6 +182,9 @@ def test_training_shows_what_and_on_what_then_the_view_then_the_result(here):
         assert line in log, "the log has all that the terminal does without"
     again = run_on_terminal(columns, "train", *words, "training.max_steps=6", "resume.allow=training.max_steps")
     assert f"run {folder}, resumed from step 4" in again.words, again.raw
+    complete = run_on_terminal(60, "train", *words, "training.max_steps=6", "resume.allow=training.max_steps")
+    complete.assert_fits()
+    assert f"run {folder}, resumed from step 6: the run is complete, and nothing is trained" in complete.words
 
 
 def test_the_log_is_complete_from_the_first_warning_on(here):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from finetune.logs import is_notebook, report_progress, waiting
 from finetune.runs.metrics import Event
 from finetune.runs.progress_line import ProgressLine
-from finetune.terminal import as_written, say, screen_width, shown_folder, visible
+from finetune.terminal import as_written, fold, say, screen_width, shown_folder, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,7 +128,7 @@ def show_what_next(
             say(f"  {fallback}", indent="    ")
     sys.stdout.write(
         f"\nWritten to {visible(str(shown))}:\n"
-        f"  adapter/       {weights}, for finetune, peft and transformers\n"
+        f"{fold(f'  adapter/       {weights}, for finetune, peft and transformers', sys.stdout, indent=' ' * 17)}\n"
         "  checkpoints/   where resume=auto goes on from\n"
         f"{traces}"
         "  metrics.jsonl, run.json, config.yaml, log.txt\n"

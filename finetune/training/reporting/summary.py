@@ -30,13 +30,14 @@ def show_summary(
     row, held_out = config.objective.example_name, describe_held_out(config, splits)
     batch = counted(rule.global_batch_size, row if rule.examples is None else "conversation")
     folder = shown_folder(Path(config.output_dir).absolute())
+    done = ": the run is complete, and nothing is trained" if 0 < num_steps <= first_step else ""
     facts = {
         "model": _model(config, model),
         "data": _data(config, splits, row),
         **({"measure": held_out} if held_out else {}),
         "steps": f"{num_steps:,} of {batch}, {rule.steps_per_epoch:,} an epoch",
         "device": f"{_device(runtime.device)}, {runtime.precision}",
-        "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),
+        "run": f"{folder}, resumed from step {first_step}{done}" if first_step else str(folder),
     }
     for name, fact in facts.items():
         line = fold(f"{name:<{_LABEL_WIDTH}}{fact}", screen(), indent=" " * _LABEL_WIDTH)
