@@ -128,7 +128,8 @@ def screen() -> TextIO:
 
 def is_for_a_person(stream: TextIO) -> bool:
     """Return whether a stream is an interactive terminal: it can redraw its lines and does not belong to a CI."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and not os.environ.get("CI")
+    is_terminal = getattr(stream, "isatty", bool)()  # a script's own stream may only write
+    return is_terminal and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and not os.environ.get("CI")
 
 
 def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int = 1) -> None:

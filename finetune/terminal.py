@@ -204,7 +204,7 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 def screen_width(stream: IO[str]) -> int | None:
     """Return the columns of the terminal that a stream writes to (the variable COLUMNS wins); None for no terminal."""
-    if not stream.isatty():
+    if not getattr(stream, "isatty", bool)():
         return None
     wished = os.environ.get("COLUMNS", "")
     if wished.isdigit() and int(wished):

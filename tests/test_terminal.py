@@ -6,8 +6,8 @@ import pytest
 
 from finetune.distributed.guardian.faults import line_of_fault
 from finetune.errors import Fault
-from finetune.logs import log_to_file, stop_logging_to
-from finetune.terminal import _show_exception, json_text, print_table, say, visible, without_passwords
+from finetune.logs import is_for_a_person, log_to_file, stop_logging_to
+from finetune.terminal import _show_exception, json_text, print_table, say, screen_width, visible, without_passwords
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,15 @@ from finetune.terminal import _show_exception, json_text, print_table, say, visi
 def test_what_would_steer_a_terminal_is_written_as_its_number(text, shown):
     assert visible(text) == shown
     assert visible(text, also_unseen=True) == shown
+
+
+def test_a_stream_of_a_script_that_can_only_be_written_to_is_no_terminal():
+    class Written:
+        def write(self, text):
+            return len(text)
+
+    assert screen_width(Written()) is None
+    assert not is_for_a_person(Written())
 
 
 def test_what_cannot_be_seen_stays_unless_it_is_asked_for():

@@ -87,6 +87,8 @@ def evaluate(
     other = None if against is None else read_run_arguments(against, name="against")[0]
     found = find_run(folder, overrides_of(overrides), base=base, checkpoint=checkpoint)
     own = metrics if isinstance(metrics, Mapping) else {}
+    if "loss" in own:  # each evaluation has the verdict on the loss by this name
+        raise ConfigError("metrics has loss, a name that finetune uses itself. Choose another name.")
     names = [*found.config.testing.metrics, *([] if own else given)]
     functions = {**resolve_functions(names, METRICS, asked_by="--metric"), **own}
     evaluations: list[Evaluation] = []

@@ -54,7 +54,7 @@ _CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
 
 
 def load_config(
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, object] = (),
     *,
     run: str | None = None,
     model: str | None = None,
@@ -65,7 +65,7 @@ def load_config(
 
     Args:
         overrides: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`, or a file of rows, as in ``sys.argv[1:]``.
-            Flags are read too: `--lora.r 8`.
+            Flags are read too: `--lora.r 8`. A dict is as for `finetune.train`.
         run: a run file, by name in configs/ or by path; `run=` may give it instead.
         model: the name, path or hub id to use if neither the overrides nor the run file choose a model.
         data: the name, path or hub id of the data, used under the same condition.
@@ -75,9 +75,12 @@ def load_config(
         ConfigError: with every problem found, one per line.
     """
     chosen = {group: name for group, name in (("model", model), ("data", data), ("task", task)) if name}
-    return compose(
-        overrides, run=run, defaults=chosen, origin=COMMAND_LINE if set(overrides) <= set(sys.argv) else SCRIPT
-    )
+    if not (isinstance(overrides, list) and all(isinstance(each, str) for each in overrides)):
+        from finetune.config.python_values import overrides_of
+
+        overrides = overrides_of(overrides)
+    origin = COMMAND_LINE if set(overrides) <= set(sys.argv) else SCRIPT
+    return compose(overrides, run=run, defaults=chosen, origin=origin)
 
 
 def compose(

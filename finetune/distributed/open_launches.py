@@ -27,7 +27,7 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
     """Within the block, this process is in a launch. Yield whether another one is open.
 
     The process has one random generator, one state of accelerate and one log. The block gives them back to the other
-    launch as they were.
+    launch as they were, and the random generator also to a script without another launch.
 
     Raises:
         LaunchError: another thread is in a launch, or a callback trains or launches on several ranks.
@@ -40,8 +40,10 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
     restore = _copy_state() if others else None
     if restore is not None:
         _reset_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        yield restore is not None
+        with torch.random.fork_rng(gpus):
+            yield restore is not None
     finally:
         if mine in _open:  # a forked child is in no launch
             _open.remove(mine)
@@ -80,8 +82,6 @@ def _copy_state() -> Callable[[], None]:
     accelerate, fused, replays = copy_accelerate(), is_fused(), replays_answers()
     logger = logging.getLogger(PACKAGE)
     level, handlers = logger.level, list(logger.handlers)
-    random, has_gpus = torch.get_rng_state(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    on_gpus = torch.cuda.get_rng_state_all() if has_gpus else []
 
     def restore() -> None:
         restore_accelerate(accelerate)
@@ -89,7 +89,5 @@ def _copy_state() -> Callable[[], None]:
         switch_replays(replays)
         logger.handlers = handlers
         logger.setLevel(level)
-        torch.set_rng_state(random)
-        torch.cuda.set_rng_state_all(on_gpus)
 
     return restore

@@ -77,12 +77,20 @@ def refuse_no_sum(function: GivenLoss, num_logits: int, device: torch.device) ->
 
     Raises:
         ConfigError: the loss of all targets differs from the sum of the losses of two parts, is not finite, or does
-            not depend on the logits.
+            not depend on the logits, or the function fails.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_TRIED_TARGETS, num_logits, generator=generator).to(device)
     targets = torch.randint(num_logits, (_TRIED_TARGETS,), generator=generator).to(device)
-    loss = _checked(function(logits.requires_grad_().clone(), targets))  # a copy may be changed in place
+    try:
+        loss = _checked(function(logits.requires_grad_().clone(), targets))  # a copy may be changed in place
+    except ConfigError:
+        raise
+    except Exception as error:  # it is the user's own code
+        raise ConfigError(
+            f"the loss function failed on {_TRIED_TARGETS} random targets: {error!r}. It is called as "
+            "loss(logits, targets). Correct it."
+        ) from error
     total = float(loss.detach())
     if not (loss.requires_grad and math.isfinite(total)):
         raise ConfigError(

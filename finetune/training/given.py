@@ -24,7 +24,8 @@ from finetune.config.yaml_reader import SCRIPT
 from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
 from finetune.distributed.device import DTYPES, Precision
-from finetune.engine.decoder import bare_model
+from finetune.engine.adapted import hook_reason
+from finetune.engine.decoder import bare_model, family_of
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.limits import is_own_file
@@ -136,6 +137,13 @@ def describe_given_model(model: Any) -> dict[str, object]:
             f"model is {type(model).__name__}; expected a name or a path, a transformers model, or a PEFT model."
         )
     base = bare_model(model)
+    if any(weight.is_meta for weight in base.parameters()):
+        raise ModelError("the given model is on the meta device and has no weights. Load it with from_pretrained.")
+    if base.get_output_embeddings() is None:
+        raise ModelError(
+            f"the given model is a {type(base).__name__}, which has no head to predict tokens. Load it with "
+            "AutoModelForCausalLM."
+        )
     name = getattr(base.config, "_name_or_path", None)
     if not name:
         raise ModelError(
@@ -159,11 +167,27 @@ def check_given_base(model: Any, config: Config, precision: Precision, fallbacks
     if config.model.init != "pretrained":
         return
     rounded = refuse_other_base(model, config.model)
+    if ignored := _forward_of_its_own(bare_model(model)):
+        why = "a run calls the layers, and later commands load the base from its files"
+        fallbacks.take(Fallback(what="the given model", wanted=ignored, used="the forward of transformers", why=why))
     if rounded is None or (rounded is DTYPES[precision] and config.training.method == "lora"):
         return
     used = f"these weights, rounded to {str(rounded).removeprefix('torch.')}"
     why = "they were loaded or trained in this dtype. Load the model again with dtype=torch.float32 for exact weights"
     fallbacks.take(Fallback(what="the given model", wanted=f"the weights at {config.model.path}", used=used, why=why))
+
+
+def _forward_of_its_own(base: Any) -> str | None:
+    """Name what only a call of the whole model would run: a forward of its own or hooks. None if it has none."""
+    from transformers import AutoModelForCausalLM
+
+    if not family_of(base.config.model_type).is_computed:  # then a run calls the model itself
+        return None
+    of_config = AutoModelForCausalLM._model_mapping.get(type(base.config), type(base))
+    if type(base).forward is not getattr(of_config, "forward", type(base).forward):
+        return f"the forward of {type(base).__name__}"
+    # accelerate replaces the forward by one that computes the same in another type.
+    return None if hasattr(base, "_original_forward") else hook_reason(base)
 
 
 def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -211,6 +235,8 @@ def _describe_adapter(model: Any) -> dict[str, object]:
         raise ModelError(
             "the adapter of the given model is frozen. Load it with PeftModel.from_pretrained(…, is_trainable=True)."
         )
+    if any(getattr(module, "merged", False) for module in model.modules()):
+        raise ModelError("the adapter of the given model is merged into its base. Call model.unmerge_adapter() before.")
     adapter = adapters["default"]
     unknown = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in _SAY_NOTHING | _KEYS.keys()]
     plain = LoraConfig()
@@ -286,7 +312,7 @@ def _write(name: str, rows: object, folder: Path) -> str:
     with in_cache(file.with_suffix(".lock"), f"the rows of {name}"):
         if not is_own_file(file, "the rows are written again"):
             with replacing(file) as stream:
-                stream.writelines(_lines(name, repeatable))
+                stream.writelines(_lines_again(name, repeatable, digest.digest()))
     return str(file)
 
 
@@ -310,6 +336,16 @@ def _without_arrays(value: Any) -> Any:
     return [_without_arrays(inner) for inner in value] if isinstance(value, list) else value
 
 
+def _lines_again(name: str, rows: Iterable[Any], digest: bytes) -> Iterator[bytes]:
+    """Yield the lines of rows that were read before, and refuse other rows than at the first time."""
+    again = hashlib.sha256()
+    for line in _lines(name, rows):
+        again.update(line)
+        yield line
+    if again.digest() != digest:
+        raise DataError(f"{name} gave other rows when it was read a second time. Give them as a list: list(rows).")
+
+
 def _lines(name: str, rows: Iterable[Any]) -> Iterator[bytes]:
     """Yield each row as a line of JSON."""
     for number, row in enumerate(rows):
@@ -318,7 +354,9 @@ def _lines(name: str, rows: Iterable[Any]) -> Iterator[bytes]:
         try:
             yield (json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
         except (TypeError, ValueError, RecursionError) as error:
-            bad = next((column for column, value in row.items() if not _is_json(value)), "")
+            bad = next((column for column, value in row.items() if not _is_json(value)), None)
+            if bad is None and (others := [column for column in row if not isinstance(column, str)]):
+                raise DataError(f"row {number} of {name} has a column named {others[0]!r}; expected text.") from error
             raise DataError(
                 f"row {number} of {name} holds a value that JSON does not have, in the column {bad!r}: {error}. "
                 "Convert the value to text, a number, a list or a dict, or remove the column."

@@ -172,10 +172,9 @@ class Hooks:
 class Callbacks:
     """Calls the callbacks of a script, and remembers the requests of any rank since the last step."""
 
-    def __init__(self, runtime: Runtime, callbacks: Sequence[object]) -> None:
+    def __init__(self, runtime: Runtime, callbacks: Sequence[object], model: Any) -> None:
         self.requests: set[str] = set()
-        self._runtime = runtime
-        self._callbacks = callbacks
+        self._runtime, self._callbacks, self._model = runtime, callbacks, model
 
     def listen_to(self, name: str) -> bool:
         """Return whether a callback defines this method."""
@@ -187,11 +186,10 @@ class Callbacks:
         Raises:
             RunFailedError: one fails, on any rank.
         """
-        if not self.listen_to(name):
-            return
-        from finetune.training.own_code import call_callbacks
+        if self.listen_to(name):
+            from finetune.training.own_code import call_callbacks
 
-        self.requests |= call_callbacks(self._runtime, self._callbacks, name, result)
+            self.requests |= call_callbacks(self._runtime, self._callbacks, self._model, name, result)
 
 
 def refuse_ignored_methods(trainer: object) -> None:

@@ -48,6 +48,8 @@ def check_own_code(
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} is {function!r}; expected a function.")
+        if isinstance(function, type) and name == "loss":
+            raise ConfigError(f"loss is the class {function.__name__}. Give an object: {function.__name__}(…).")
     if (loss or metrics) and not config.objective.learns_answers:
         argument = "loss" if loss else "metrics"
         raise ConfigError(
@@ -56,6 +58,8 @@ def check_own_code(
         )
     if metrics:
         own = {*OF_EVERY_VALIDATION, *METRICS, FORGOTTEN, "model", "perplexity"}
+        if others := [name for name in metrics if not isinstance(name, str) or not name]:
+            raise ConfigError(f'metrics has the name {others[0]!r}; expected text: metrics={{"name": function}}.')
         if reserved := sorted(name for name in metrics if name.partition("/")[0] in own):
             raise ConfigError(f"metrics has {reserved[0]}, a name that finetune uses itself. Choose another name.")
     for callback in callbacks:
@@ -73,8 +77,10 @@ def fingerprint_code(loss: GivenLoss | None, optimizer: Any, *, is_former: bool 
     return {name: _fingerprint(code, is_former=is_former) for name, code in functions.items() if code is not None}
 
 
-def call_callbacks(runtime: Runtime, callbacks: Sequence[object], name: str, result: object) -> set[str]:
+def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, name: str, result: object) -> set[str]:
     """Call a method of all callbacks that define it. Return what they request on any rank. Collective.
+
+    Gradients and the mode of the model are as before afterwards: a script often leaves a model in evaluation mode.
 
     Raises:
         RunFailedError: one fails, on any rank.
@@ -83,6 +89,7 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], name: str, res
 
     error: Exception | None = None
     answers: set[str] = set()
+    modes = [(module, module.training) for module in model.modules()]
     for callback in callbacks:
         method = getattr(callback, name, None)
         if method is None or error is not None:
@@ -103,6 +110,8 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], name: str, res
             answers.add(answer)
         elif answer is not None:
             error = RunFailedError(f'{where} returned {answer!r}; expected None, "stop" or "save". Correct it.')
+    for module, is_training in modes:
+        module.training = is_training
     failed, *counts = runtime.collectives.sum(
         [float(error is not None), *(float(request in answers) for request in _REQUESTS)]
     )

@@ -43,7 +43,7 @@ class TrainResult(NamedTuple):
     """The run's."""
     model: Any
     """The trained model, on its device. On rank 0, and if it is sharded on all ranks, with the weights of `adapter/`;
-    on other ranks with those of the last step."""
+    on other ranks with those of the last step. It is in evaluation mode."""
     tokenizer: PreTrainedTokenizerBase
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ def train(
         from finetune.training.given import configure
 
         config = configure(model, data, task, overrides)
-    elif isinstance(config, str) or model is not None or data is not None or overrides:
+    elif isinstance(config, (str, Mapping)) or model is not None or data is not None or overrides:
         takes = "a configuration from load_config as its first argument, or model=, data= and overrides= by name"
         raise ConfigError(f"train takes {takes}. Give one of the two.")
     if read_environment(os.environ).world_size == 1:  # several ranks check after they have met: none waits for another
@@ -108,7 +108,7 @@ def train(
         if test_loader is None:
             trainer.load_published()
         scores = {"loss": results.loss, **_metrics_of(validation, trainer.validation_metrics, evaluation)}
-        return TrainResult(scores, trainer.folder, trainer.model, trainer.tokenizer)
+        return TrainResult(scores, trainer.folder, trainer.model.eval(), trainer.tokenizer)
 
 
 def _metrics_of(

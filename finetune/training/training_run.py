@@ -69,7 +69,7 @@ class TrainingRun:
         step_callbacks: Sequence[StepProfiler],
         loss_scale: LossScale | None,
     ) -> None:
-        self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks)
+        self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks, setup.model)
         self.cadence = cadence
         self.epoch = 0
         self.loss_scale = loss_scale

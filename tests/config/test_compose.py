@@ -76,6 +76,16 @@ def test_the_callers_choice_gives_way_to_run_file_and_words(write):
     assert (by_caller.model.path, by_caller.data.path) == ("shipped:phi_tiny", "shipped:orders")
 
 
+def test_a_script_may_give_a_dict_and_what_is_no_override_is_named():
+    in_dict = load_config({"model": "phi_tiny", "data": "orders", "lora.r": 4})
+    assert in_dict == load_config([*MODEL_AND_DATA, "lora.r=4"])
+    for wrong in (None, [5], [*MODEL_AND_DATA, 5]):
+        with pytest.raises(ConfigError, match=r"overrides has (None|5); expected texts such as lora\.r=8, or a dict"):
+            load_config(wrong)
+    with pytest.raises(ConfigError, match="not set"):
+        load_config("model=phi_tiny")
+
+
 def test_among_group_files_the_later_kind_wins_whatever_the_order_of_words(write):
     for group, rate in (("model", 1.0), ("data", 2.0), ("task", 3.0), ("parallel", 4.0)):
         write(f"configs/{group}/x.yaml", f"optim.learning_rate: {rate}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ def test_a_launch_in_another_one_gives_back_what_it_changed(tmp_path):
             assert not torch.is_autocast_enabled("cpu")
         runtime.placement.prepare_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
     assert not is_fused()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_gives_the_random_generator_back(tmp_path, fails):
+    before = torch.get_rng_state()
+    with suppress(ZeroDivisionError), launch(config(tmp_path), trains=False):
+        torch.rand(1)
+        assert not fails or 1 / 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_run_in_the_steps_of_another_one_is_refused_by_name(tmp_path):

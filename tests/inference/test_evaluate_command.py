@@ -80,6 +80,8 @@ def test_a_script_gets_what_the_command_writes(adapter_run, whole):
 def test_names_and_functions_that_a_script_gives_in_another_form(adapter_run, tmp_path):
     with pytest.raises(ConfigError, match=r"metrics or suites has <built-in function len>.*metrics=\{NAME: function\}"):
         finetune.evaluate(tmp_path, metrics=[len])
+    with pytest.raises(ConfigError, match="metrics has loss, a name that finetune uses itself"):
+        finetune.evaluate(adapter_run, metrics={"loss": lambda *_: 1.0})
     for given in ({"metrics": "exact_matsch"}, {"suites": "jsonn"}):
         name = next(iter(given.values()))
         with pytest.raises(ConfigError, match=f"is {name}"):

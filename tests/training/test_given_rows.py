@@ -71,11 +71,32 @@ def test_splits_are_named_as_usual(tmp_path):
         (pandas.DataFrame(), "data has no rows"),
         (pandas.DataFrame([["a", "b"]], columns=["prompt"] * 2), "data has several columns called 'prompt'"),
         (["text"], "row 0 of data is str; expected a dict"),
+        (pandas.DataFrame([["a"]], columns=[("a", "prompt")]), "row 0 of data has a column named .*'prompt'"),
     ],
 )
 def test_what_is_no_row_is_refused_with_its_place(tmp_path, data, message):
     with pytest.raises(DataError, match=message):
         write_given_rows(data, str(tmp_path))
+
+
+class ReadOnce:
+    """Has a length, as tqdm over a generator has, and no rows when it is read again."""
+
+    def __init__(self, rows):
+        self._rows = iter(rows)
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __iter__(self):
+        yield from self._rows
+
+
+def test_rows_that_change_when_they_are_read_again_are_refused_and_leave_no_file(tmp_path):
+    with pytest.raises(DataError, match=r"data gave other rows when it was read a second time.*list\(rows\)"):
+        write_given_rows(ReadOnce(ROWS), str(tmp_path))
+    assert list(tmp_path.rglob("*.jsonl")) == []
+    assert Path(write_given_rows(list(ReadOnce(ROWS)), str(tmp_path))["data.path"]).stat().st_size
 
 
 def test_a_full_cache_is_named(tmp_path):

@@ -285,7 +285,20 @@ def test_a_callback_that_returns_something_else_is_named(answer):
 
     collectives = SimpleNamespace(sum=list, agree=agree)
     with pytest.raises(RunFailedError, match=r'Answers\.on_step returned .*; expected None, "stop" or "save"'):
-        call_callbacks(SimpleNamespace(collectives=collectives), [Answers()], "on_step", None)
+        call_callbacks(SimpleNamespace(collectives=collectives), [Answers()], torch.nn.Linear(1, 1), "on_step", None)
+
+
+def test_a_model_that_a_callback_leaves_in_evaluation_mode_trains_on_with_dropout():
+    model = torch.nn.ModuleList([torch.nn.Dropout(), torch.nn.Dropout()])
+    model[1].eval()
+
+    class Evaluates:
+        def on_step(self, result):
+            model.eval()
+            model[1].train()
+
+    call_callbacks(SimpleNamespace(collectives=SimpleNamespace(sum=list)), [Evaluates()], model, "on_step", None)
+    assert [model.training, model[0].training, model[1].training] == [True, True, False]
 
 
 class Asks:
@@ -378,9 +391,17 @@ def test_a_model_that_the_configuration_cannot_describe_is_refused():
     with pytest.raises(ModelError, match=r"is quantized\. .* set lora\.quantize=nf4"):
         describe_given_model(nameless)
     nameless.hf_quantizer = None
+    with pytest.raises(ModelError, match=r"is a Phi3Model, which has no head .* AutoModelForCausalLM"):
+        describe_given_model(nameless.get_decoder())
+    with pytest.raises(ModelError, match="is on the meta device and has no weights"):
+        describe_given_model(build_tiny(tiny_phi3_config()).to("meta"))
     adapted = get_peft_model(nameless, LoraConfig(r=2, target_modules=["qkv_proj"], bias="lora_only"))
     with pytest.raises(ModelError, match="has bias='lora_only', which no key"):
         describe_given_model(adapted)
+    adapted.merge_adapter()
+    with pytest.raises(ModelError, match=r"is merged into its base\. Call model\.unmerge_adapter\(\)"):
+        describe_given_model(adapted)
+    adapted.unmerge_adapter()
     for weight in adapted.parameters():
         weight.requires_grad_(False)
     with pytest.raises(ModelError, match="is frozen"):
@@ -435,6 +456,26 @@ def test_rounded_weights_are_a_fallback_unless_the_run_rounds_them_alike(tmp_pat
     assert [taken.used for taken in fallbacks] == ["these weights, rounded to bfloat16"] * 2
     with pytest.raises(ConfigError, match="The run is strict"):
         check_given_base(model, lora, "fp32", Fallbacks(strict=True))
+
+
+def test_a_forward_of_its_own_which_no_run_calls_is_a_fallback(tmp_path):
+    build_tiny(tiny_phi3_config()).save_pretrained(tmp_path)
+    model, config = (
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
+        Config.model_validate({"model": {"path": str(tmp_path)}}),
+    )
+    own = type("Own", (type(model),), {"forward": lambda self, *args, **kwargs: None})
+    fallbacks = Fallbacks()
+    check_given_base(model, config, "fp32", fallbacks)
+    assert not list(fallbacks)
+    handle = model.register_forward_hook(lambda *_: None)
+    check_given_base(model, config, "fp32", fallbacks)
+    handle.remove()
+    model.forward = print
+    check_given_base(get_peft_model(model, LoraConfig(target_modules=["qkv_proj"])), config, "fp32", fallbacks)
+    model.__class__ = own
+    check_given_base(model, config, "fp32", fallbacks)
+    assert [taken.wanted for taken in fallbacks] == ["hooks", "a forward that was replaced", "the forward of Own"]
 
 
 @pytest.mark.slow
@@ -674,7 +715,9 @@ class WithHook:
             ({"metrics": {name: length}}, f"metrics has {name}, a name that finetune uses itself", [])
             for name in ("exact_match", "step", "model", "loss/long", "forgotten")
         ),
+        ({"metrics": {1: length}}, "metrics has the name 1; expected text", []),
         ({"loss": "focal"}, "loss is 'focal'; expected a function", []),
+        ({"loss": torch.nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss. Give an object", []),
         (
             {"metrics": length},
             r'metrics is <function length .*; expected functions by name: metrics={"name": function}',
@@ -697,7 +740,7 @@ def test_hooks_that_would_be_ignored_are_refused(given, message, words):
 def test_one_description_of_a_run_is_enough(monkeypatch):
     monkeypatch.setattr("finetune.training.train.launch", lambda _: pytest.fail("it trained"))
     config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
-    for first in (config, "phi_tiny"):
+    for first in (config, "phi_tiny", {"model": "phi_tiny"}):
         with pytest.raises(ConfigError, match=r"train takes a configuration from load_config .* Give one of the two"):
             finetune.train(first, data=ROWS)
     with pytest.raises(ConfigError, match="data is given as rows, but the overrides name"):
@@ -709,6 +752,10 @@ def test_one_description_of_a_run_is_enough(monkeypatch):
     [
         (lambda logits, _: logits.sum().detach(), "random targets, which has no gradient. It must return the sum"),
         (lambda logits, _: logits.sum() * math.nan, "returns nan for 6 random targets, which has no finite value"),
+        (
+            lambda logits: logits.sum(),
+            r"failed on 6 random targets: TypeError\(.* It is called as loss\(logits, targets\)",
+        ),
     ],
 )
 def test_a_loss_that_no_weight_can_learn_from_is_refused(loss, message):

@@ -92,7 +92,7 @@ class TrainingProgress:
 def _on_terminal(console: Console | None) -> Console | None:
     """Return the given console, or one for stderr. None if it is not a terminal."""
     if console is None:
-        if not sys.stderr.isatty():
+        if not getattr(sys.stderr, "isatty", bool)():
             return None
         from rich.console import Console
 
