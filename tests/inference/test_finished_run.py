@@ -63,7 +63,7 @@ def test_a_run_that_did_not_end_has_its_checkpoints(own_copy):
 
 def test_a_run_that_still_trains_is_waited_for_and_only_its_newest_checkpoint_is_named(own_copy):
     shutil.rmtree(own_copy / "adapter")
-    waits = r"no adapter/ yet: it still trains\. Wait for its end\. Or take .* --checkpoint latest\.$"
+    waits = r"no adapter/ yet: it still trains\. Wait for its end\. Or add --checkpoint latest to .*merge\.$"
     with file_lock(own_copy / ".lock", waiting_for="the run"), pytest.raises(CheckpointError, match=waits):
         find_run(own_copy)
 
