@@ -40,7 +40,7 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
     restore = _copy_state() if others else None
     if restore is not None:
         _reset_state()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(gpus):
             yield restore is not None
