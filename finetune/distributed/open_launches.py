@@ -42,7 +42,7 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
         _reset_state()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng(gpus):
+        with torch.random.fork_rng(gpus, device_type="cuda"):
             yield restore is not None
     finally:
         if mine in _open:  # a forked child is in no launch
