@@ -276,7 +276,7 @@ def test_several_processes_do_without_an_apple_gpu_and_say_so(apple_gpu, monkeyp
 
 
 def test_an_accelerator_that_finetune_does_not_know_is_missed_aloud(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu", 0))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu", 0))
     with launch(config(training={"device": "auto"})) as runtime:
         [taken] = runtime.fallbacks.as_records()
     assert (taken["what"], taken["wanted"], taken["used"]) == ("training.device", "xpu", "cpu")
