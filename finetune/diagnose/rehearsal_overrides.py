@@ -53,7 +53,7 @@ def rehearsed_values(
         **_world(config, processes, minutes),
         **_lengths(config, steps, real_steps),
         "training.report_to": [],
-        "rollout.server": None,  # it serves the real model, whose layers the adapter of the stand-in does not fit
+        "rollout.server": None,  # it serves the real model, and the stand-in's adapter does not fit that
     }
     most_rows = max(MOST_ROWS, steps * global_batch_size(config, processes))
     if measured_rows > most_rows and not _needs_all_rows(config):

@@ -38,7 +38,7 @@ _REFUSED = {
     ("slimmoe",): "Phi-mini-MoE and Phi-tiny-MoE are not supported: they call themselves phimoe, but their experts "
     "have a layout that only their own remote code reads. Take model=phi3_5_moe or model=phi4_mini",
     ("use_bidirectional_attention",): "its tokens see later tokens (use_bidirectional_attention in config.json), so it "
-    "would learn to copy them. Such models make embeddings. Take one that predicts the next token",
+    "would learn to copy them. Such models compute embeddings. Take one that predicts the next token",
 }
 """By a part of `model_type`, or of a file name in `auto_map`, or a key that is true; as of transformers 5.23."""
 

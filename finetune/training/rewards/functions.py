@@ -241,7 +241,7 @@ class Rewards:
 
 
 def _as_list(values: Any) -> Any:
-    """Return the numbers of an array or a tensor as a list, and any other value as it is."""
+    """Turn an array or a tensor into a list. Other values stay as they are."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
