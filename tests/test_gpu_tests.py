@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import re
 import subprocess
@@ -32,6 +33,11 @@ def test_no_gpu_is_seen_here_nor_in_a_process_that_a_test_starts() -> None:
     assert "sees ''" in run_command([sys.executable, "-c", PRINTS]).stdout
     with pytest.raises(AssertionError, match="would see this machine's GPUs"):
         subprocess.run([sys.executable, "-c", PRINTS], env={"PATH": os.environ["PATH"]}, check=True)
+
+
+def test_a_library_may_be_looked_up() -> None:
+    """As torch for CUDA does when it is imported, in an environment of its own."""
+    ctypes.util.find_library("c")
 
 
 @pytest.mark.slow
