@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from io import BufferedReader, RawIOBase
@@ -35,6 +36,8 @@ def decompressed(
             package is missing.
         OSError: also inside the block: the system cannot read it.
     """
+    if sys.version_info >= (3, 14):  # its own library reads Zstandard
+        module_name = module_name.replace("backports.", "compression.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError:

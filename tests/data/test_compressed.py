@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import lzma
 import subprocess
 import sys
@@ -9,13 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from backports import zstd
 from datasets import Dataset
 
 from finetune.data import compressed, readers
 from finetune.data.readers import FileRows
 from finetune.errors import DataError
 
+zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 WITH_CHECKSUM = {zstd.CompressionParameter.checksum_flag: 1}  # as the command zstd writes by default
 COMPRESS = {
     ".gz": gzip.compress,
@@ -51,6 +52,7 @@ def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(tmp_path
         list(rows.rows())
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python itself reads Zstandard")
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
     with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'phi-finetune\[zstd\]'`"):
