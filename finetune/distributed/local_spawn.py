@@ -41,6 +41,7 @@ def run_as_processes(num_processes: int, *, master_addr: str | None = None, mast
 
     Raises:
         LaunchError: there is no command line to run again, the address is no loopback address, or the port is taken.
+        RunFailedError: a worker was killed, and no other worker has reported it.
         KeyboardInterrupt: stopped from the keyboard before a worker was started.
     """
     command = _command_to_repeat()
@@ -68,22 +69,26 @@ def run_as_processes(num_processes: int, *, master_addr: str | None = None, mast
                 environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **place}  # as torchrun sets it
                 # In a session of its own: Ctrl-C in a terminal then reaches it once, from here.
                 workers.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            codes = _wait_for(workers)
+            first_failed, codes = _wait_for(workers)
         finally:
             for worker in workers:
                 worker.kill()
+    if first_failed is not None and not sent:
+        _raise_if_nobody_reported(first_failed, codes)
     # The workers have reported what went wrong: the launcher adds only the exit code.
     return _exit_code_of_cause(codes, sent) if any(codes) else 0
 
 
-def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all workers, and return their exit codes. When one fails, ask the others to end, and later kill them.
+def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, list[int]]:
+    """Wait for all workers. Return the first rank that failed, or None, and the exit codes of all.
 
-    A preempted worker has not failed: all ranks have agreed to leave, and rank 0 may still write.
+    When a worker fails, ask the others to end, and later kill them. A preempted worker has not failed: all ranks have
+    agreed to leave, and rank 0 may still write.
     """
-    deadline = None
+    first_failed, deadline = None, None
     while None in (codes := [worker.poll() for worker in workers]):
-        if deadline is None and any(code not in (None, 0, PreemptedError.exit_code) for code in codes):
+        first_failed = _first_failed(codes) if first_failed is None else first_failed
+        if deadline is None and first_failed is not None:
             deadline = time.monotonic() + _TERMINATE_SECONDS
             for worker in workers:
                 worker.terminate()
@@ -91,7 +96,29 @@ def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> list[int]:
             for worker in workers:
                 worker.kill()
         time.sleep(_POLL_SECONDS)
-    return [worker.wait() for worker in workers]
+    codes = [worker.wait() for worker in workers]
+    return _first_failed(codes) if first_failed is None else first_failed, codes
+
+
+def _first_failed(codes: Sequence[int | None]) -> int | None:
+    """Return the lowest rank whose exit code is that of a failure; None if there is none."""
+    return next((r for r, code in enumerate(codes) if code not in (None, 0, PreemptedError.exit_code)), None)
+
+
+def _raise_if_nobody_reported(first_failed: int, codes: Sequence[int]) -> None:
+    """Raise RunFailedError if the first worker that failed was killed and no worker has noticed.
+
+    A worker that has left the run is not watched. SIGTERM, which the launcher sent because of it, looks to the others
+    like the request to stop of a user.
+    """
+    as_asked = (0, PreemptedError.exit_code, Terminated.exit_code)
+    if codes[first_failed] < 0 and all(code < 0 or code in as_asked for code in codes):
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-codes[first_failed], f"signal {-codes[first_failed]}")
+        raise RunFailedError(
+            f"rank {first_failed} was killed by {name}, and the launcher ended the other ranks. Often memory has run "
+            "out. Committed checkpoints are intact: resume=auto"
+        )
 
 
 @contextmanager

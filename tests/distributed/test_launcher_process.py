@@ -12,7 +12,7 @@ import pytest
 from finetune.distributed import local_spawn
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX, WORLD_VARIABLES, read_environment
 from finetune.distributed.local_spawn import run_as_processes
-from finetune.errors import LaunchError
+from finetune.errors import LaunchError, RunFailedError
 from tests.distributed.launcher_variables import (
     ACCELERATE,
     HYDRA,
@@ -47,7 +47,25 @@ def test_only_a_failed_worker_ends_the_others(monkeypatch, first, codes):
     with rank_0:
         rank_0.stdout.readline()
         rank_1 = subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({first})"])
-        assert local_spawn._wait_for([rank_1, rank_0]) == codes
+        assert local_spawn._wait_for([rank_1, rank_0]) == (None if first == 75 else 0, codes)
+
+
+@pytest.mark.parametrize(
+    ("first_failed", "codes", "is_named"),
+    [
+        (1, [75, -9], True),  # rank 0 tests alone, and SIGTERM reached it because rank 1 was killed
+        (1, [0, -9], True),
+        (0, [-9, -15], True),
+        (1, [3, -9], False),  # the other rank has named it
+        (0, [1, -15], False),
+    ],
+)
+def test_a_killed_worker_that_no_other_has_noticed_is_named(first_failed, codes, is_named):
+    if not is_named:
+        local_spawn._raise_if_nobody_reported(first_failed, codes)
+        return
+    with pytest.raises(RunFailedError, match=f"^rank {first_failed} was killed by SIGKILL, and the launcher ended"):
+        local_spawn._raise_if_nobody_reported(first_failed, codes)
 
 
 def test_a_launch_is_told_from_others_where_the_launcher_can():
