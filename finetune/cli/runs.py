@@ -73,7 +73,11 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
         key = json.dumps([run.name, *map(_stamp, files)])
         is_known = key in known and not is_held(run.folder.lock_file)
         values: dict[str, Any] = known[key] if is_known else summary(run)
-        if values["state"] not in ("running", "unreadable"):  # a change of permissions leaves the stamps as they are
+        if values["state"] not in (
+            "running",
+            "unreadable",
+            "unknown",
+        ):  # a change of permissions leaves the stamps as they are
             kept[key] = values
         summaries.append({**values, "path": str(run.folder.path)})
     if kept != known:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +19,7 @@ from finetune.config.config_files import SAVED_CONFIG
 from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
-from finetune.limits import read_regular
+from finetune.limits import open_regular, read_regular
 from finetune.runs.durable import MANIFEST, describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
@@ -36,6 +38,12 @@ LATEST = "latest"
 """Names the newest intact checkpoint."""
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
+_SILENT_SECONDS = 600.0
+"""A run of another user, of which this user may not test the lock, has written something in this time."""
+_LOCK_OF_OTHERS = (
+    "its lock belongs to another user, and nothing was written for 10 minutes: it may run on another machine, or "
+    "it was killed"
+)
 _SCORES = ("exact_match", "json_valid", "loss")
 
 
@@ -179,18 +187,39 @@ class RecordedRun:
         """`running`, `completed`, `failed`, `stopped`, `preempted`, `unreadable`, `unknown`, or `ended early`.
 
         A sweep ends trials early. A killed run leaves run.json unchanged. Only the kernel's lock shows whether a run is
-        still in progress.
+        still in progress. Another user's lock may be that of a killed run, so the state is then `unknown`.
         """
         if self.why_unreadable:
             return "unreadable"
         if is_held(self.folder.lock_file):
-            return "running"
+            return "unknown" if self._has_lock_of_unknown_state else "running"
         noted = self.note.get("state")
         if noted in ("failed", ENDED_EARLY) and self.status != "completed":  # it may have been continued
             return str(noted)
         if self.status == "running":
             return "stopped"
         return self.status if self.status in get_args(Status) else "unknown"
+
+    @cached_property
+    def _has_lock_of_unknown_state(self) -> bool:
+        """Whether this user may not test the lock, no process of this machine holds it, and nothing was written lately.
+
+        A process of another machine may hold it.
+        """
+        file, newest = self.folder.lock_file, self.written
+        try:
+            with open_regular(file):
+                return False
+        except OSError:
+            pass
+        try:
+            status = file.stat()
+            last = max(status.st_mtime, newest.timestamp() if newest else 0.0)
+            place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+            held = {line.split()[-3] for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()}
+        except (OSError, IndexError):  # a system without this list
+            return False
+        return place not in held and time.time() - last > _SILENT_SECONDS
 
     @property
     def result(self) -> dict[str, Any]:
@@ -200,6 +229,8 @@ class RecordedRun:
     @property
     def why(self) -> str | None:
         """The reason that the run failed, stopped or cannot be read, if it is known."""
+        if self.state == "unknown" and is_held(self.folder.lock_file):
+            return _LOCK_OF_OTHERS
         noted = None if self.status == "completed" else self.note.get("why")
         why = self.why_unreadable or noted or self.result.get("why") or self.result.get("error")
         return why if isinstance(why, str) else None

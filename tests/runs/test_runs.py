@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -58,6 +59,28 @@ def test_a_run_is_running_while_a_living_process_holds_its_lock(tmp_path):
         assert states(tmp_path) == {"a": "running"}
         assert folder.lock_file.exists()
     assert states(tmp_path) == {"a": "stopped"}, "nobody is left to say that it ended"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lists the locks of all processes")
+def test_a_run_of_another_user_is_unknown_if_its_lock_is_all_that_it_shows(tmp_path, monkeypatch):
+    """Root may open every file, so the refusal of the system is played."""
+    folder = write_run(tmp_path / "a", status="running")
+    lock = file_lock(folder.lock_file, waiting_for="the test")
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for module in ("file_lock", "recorded_run"):
+        monkeypatch.setattr(f"finetune.runs.{module}.open_regular", refuse)
+    for file in (folder.lock_file, folder.metrics_file):
+        os.utime(file, (1.0, 1.0))
+    assert states(tmp_path) == {"a": "running"}, "the system's list shows who holds it"
+    lock.forget()
+    (run,) = find_runs(tmp_path)
+    assert run.state == "unknown"
+    assert run.why.startswith("its lock belongs to another user, and nothing was written for 10 minutes")
+    os.utime(folder.metrics_file)
+    assert states(tmp_path) == {"a": "running"}, "a process of another machine may hold it"
 
 
 @pytest.mark.process
