@@ -34,6 +34,7 @@ from finetune.limits import is_own_file, open_regular
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary, max_context
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run
+from finetune.runs.file_lock import try_file_lock
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import FORGOTTEN
 from finetune.runs.model_files import LoadedRun, has_adapter
@@ -372,9 +373,12 @@ def _record(config: Config, journal: Journal, kept: EncodedExamples) -> None:
 
 
 def _write_to_cache(runtime: Runtime, path: Path, rows: Sequence[_Row], key: str) -> None:
+    """Write the rows to the cache, unless another run is writing the same rows there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_rows(path, lambda writer: _write(rows, writer, key))
+        if (lock := try_file_lock(path.with_suffix(".lock"))) is not None:
+            with lock:
+                write_rows(path, lambda writer: _write(rows, writer, key))
     except OSError as error:
         used, why = "no cache: another run generates the base's answers again", describe_os_error(error)
         runtime.fallbacks.take(Fallback(what="data.cache_dir", wanted=str(path.parent), used=used, why=why))

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from finetune.data.row_file import map_rows
 from finetune.diagnose.plan_devices import find_device
 from finetune.diagnose.planner import make_plan
 from finetune.errors import CheckpointError, ConfigError, DataError
+from finetune.fallbacks import Fallbacks
 from finetune.replay.steps import replay_losses
+from finetune.runs.file_lock import file_lock
 from finetune.runs.recorded_run import RecordedRun
 from finetune.training import keeping
 from finetune.training.train import train
@@ -65,6 +68,18 @@ def run(base, tmp_path):
 def events(folder, event):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [each for each in map(json.loads, lines) if each["event"] == event]
+
+
+def test_two_runs_do_not_write_the_same_answers_to_the_cache_together(tmp_path):
+    """One of them would rename the unfinished file of the other, which would then be refused by strict=true."""
+    path, fallbacks = tmp_path / "base-answers-0.safetensors", Fallbacks(strict=True)
+    runtime = SimpleNamespace(fallbacks=fallbacks)
+    with file_lock(path.with_suffix(".lock"), waiting_for="another run"):
+        keeping._write_to_cache(runtime, path, [([1, 2, 3], 1)], "key")
+        assert not path.exists()
+    keeping._write_to_cache(runtime, path, [([1, 2, 3], 1)], "key")
+    assert keeping._read(path, "key", vocabulary=9) == [([1, 2, 3], 1)]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def losses(folder):
