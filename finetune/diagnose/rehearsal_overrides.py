@@ -58,6 +58,8 @@ def rehearsed_values(
     most_rows = max(MOST_ROWS, steps * global_batch_size(config, processes))
     if measured_rows > most_rows and not _needs_all_rows(config):
         chosen["data.max_rows"] = min(config.data.max_rows or most_rows, most_rows)
+        # So few rows may not fill one batch, and a run refuses to measure none.
+        chosen |= {"validation.drop_last": False, "testing.drop_last": False}
     return {key: value for key, value in chosen.items() if real[key] != value}
 
 

@@ -53,6 +53,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
         "base": run.scores().get("base", {}),
         "tuned": run.scores().get("tuned", {}),
         "tested_split": run.tested_split,
+        "rows_of_test_loss": run.rows_of_test_loss,
         "epoch": int(epochs[-1][1]) + 1 if epochs else None,
         "tokens": run.num_tokens,
         "tokens_per_second": statistics.median(speeds) if speeds else None,

@@ -122,6 +122,9 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
         **{"validation.max_new_tokens": 16, "validation.num_samples": 8},
     }
     assert changed(measured_rows=10_000)["data.max_rows"] == MOST_ROWS
+    left_out = changed("validation.drop_last=true", "validation.batch_size=300", measured_rows=10_000)
+    assert (left_out["data.max_rows"], left_out["validation.drop_last"]) == (MOST_ROWS, False), "they fill no batch"
+    assert "validation.drop_last" not in changed("validation.drop_last=true")
     for needs_all in (
         ["data.validation=500"],
         ["data.path=null", "data.mixture=[{path: rows.jsonl, validation: 300}]"],

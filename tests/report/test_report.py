@@ -91,6 +91,16 @@ def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_the_table_of_scores_says_over_how_many_rows_a_loss_is(tmp_path):
+    run = write_run(tmp_path / "a", result={"test_rows": 5, "test_rows_left_out": 1})
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        for model, loss in (("base", 3.5), ("tuned", 0.5)):
+            metrics.write("test", model=model, exact_match=0.5, json_valid=None, loss=loss)
+    assert "loss, nats per target token, over 4 of 5 rows" in page_of(run).text
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_what_was_asked_for_and_not_given_stands_above_the_curves(tmp_path):
     fallback = {"what": "training.device", "wanted": "cuda", "used": "cpu", "why": "this process sees 0 CUDA devices"}
     text = page_of(write_run(tmp_path / "run", fallbacks=[fallback])).text
