@@ -241,6 +241,19 @@ def test_a_removed_current_folder_is_a_mistake_and_no_bug(words, tmp_path, monke
     assert_is_one_message(run_finetune(*words.split()), "the current folder was removed")
 
 
+def test_a_start_up_file_that_cannot_take_the_completion_is_a_mistake_and_no_bug(capsys, monkeypatch):
+    def refused(*args, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", "/home/me/.bashrc")
+
+    monkeypatch.setattr("finetune.cli.commands.app", refused)
+    monkeypatch.setattr(sys, "argv", ["finetune", "--install-completion"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "'/home/me/.bashrc'. `finetune --show-completion` prints it, for another file" in told
+
+
 @pytest.mark.parametrize(("words", "advises"), [("train quickstart", True), ("bisect a b", False), ("merge a", False)])
 def test_only_a_stopped_training_is_told_how_to_resume(words, advises, capsys, monkeypatch):
     def stopped(*args, **options):

@@ -83,6 +83,8 @@ def _run(run: Callable[[list[str]], object], given: list[str], *, trains: bool =
 
 def _end(error: BaseException, trains: bool) -> NoReturn:
     """Print the error once, and exit with its code."""
+    if isinstance(error, OSError) and "--install-completion" in sys.argv:
+        error = ConfigError(f"{error}. `finetune --show-completion` prints it, for another file that your shell reads.")
     if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -120,10 +122,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def _is_one_of_several() -> bool:
-    try:
+    with suppress(LaunchError):
         return read_environment(os.environ).world_size > 1
-    except LaunchError:
-        return False
+    return False
 
 
 def _report(error: FinetuneError) -> None:

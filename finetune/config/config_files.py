@@ -115,9 +115,9 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     `run=` also takes the folder of a run, for the configuration in it.
     """
     choice = f"{place}: {group}={name}"
-    if name.endswith(_SUFFIXES):
-        path = local_path(name)
-        if path.is_file():
+    is_run = group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file()
+    if name.endswith(_SUFFIXES) and not is_run:
+        if (path := local_path(name)).is_file():
             return path
         problem = "is not a file" if path.exists() else "does not exist"
         problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
@@ -126,7 +126,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     ours = _our_name(name, files)
     if ours is not None:
         return files[ours]
-    if group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file():
+    if is_run:
         return saved
     if group == RUN_FILES and path_exists(f"{name}/run.json", is_file=True):
         problems.append(f"{choice}: this run has no {SAVED_CONFIG} any more. Restore it from a copy.")

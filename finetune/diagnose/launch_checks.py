@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from finetune.config.schema import Config
+from finetune.diagnose.machine_checks import LAUNCHING_PAGE
 from finetune.distributed.accelerate_settings import (
     compare_accelerate_command,
     refused_settings,
@@ -31,7 +32,6 @@ from finetune.findings import Finding, ok, problem, warning, what_and_fix
 AREA = "This process"
 _ADDRESS = "Address"
 _SHARDING = "Sharding"
-_PAGE = "docs/launching.md"
 
 
 def check_launch(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -55,9 +55,9 @@ def check_launch(environment: LaunchEnvironment, config: Config, environ: Mappin
         refuse_another_launch(config, environment)
         dropped = compare_accelerate_command(config, environment)
         if dropped is not None:  # training only records it
-            yield problem(AREA, *what_and_fix(dropped.why, page=_PAGE))
+            yield problem(AREA, *what_and_fix(dropped.why, page=LAUNCHING_PAGE))
     except LaunchError as error:
-        yield problem(AREA, *what_and_fix(str(error), page=_PAGE))
+        yield problem(AREA, *what_and_fix(str(error), page=LAUNCHING_PAGE))
     yield from _check_number(environment, config)
     if is_batch_script_body(environ):
         message = "this is the body of a Slurm batch script: one process, whatever the number of tasks asked for"
@@ -77,7 +77,7 @@ def check_sharding(environment: LaunchEnvironment, config: Config, environ: Mapp
         if started > 1:
             refuse_uneven_shards(config, started)
     except (ConfigError, LaunchError) as error:
-        yield problem(_SHARDING, *what_and_fix(str(error), page=_PAGE))
+        yield problem(_SHARDING, *what_and_fix(str(error), page=LAUNCHING_PAGE))
         return
     if config.parallel.sharding == "none":
         return

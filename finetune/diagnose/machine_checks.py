@@ -41,7 +41,7 @@ from finetune.threads import num_cores
 from finetune.units import format_bytes
 
 _VERSIONS, _DEVICES = "Versions", "Devices"
-_PAGE = "docs/launching.md"
+LAUNCHING_PAGE = "docs/launching.md"
 _LEAST_SHARED_BYTES = 512 * 2**20
 AREA = "Folders"
 _LEAST_BYTES = 100 * 2**20
@@ -98,7 +98,7 @@ def check_devices(config: Config, environment: LaunchEnvironment, environ: Mappi
         else:
             device = _resolve_device(wish)
     except LaunchError as error:
-        yield problem(_DEVICES, *what_and_fix(str(error), page=_PAGE))
+        yield problem(_DEVICES, *what_and_fix(str(error), page=LAUNCHING_PAGE))
         return
     yield _judge_device(device, wish)
     precision = choose_precision(config.training.precision, best=best_precision(device))
@@ -107,7 +107,7 @@ def check_devices(config: Config, environment: LaunchEnvironment, environ: Mappi
             refuse_another_precision(precision, config.training.precision, environ)
         yield ok(_DEVICES, f"precision {precision} (training.precision={config.training.precision})")
     except LaunchError as error:
-        yield problem(_DEVICES, *what_and_fix(str(error), page=_PAGE))
+        yield problem(_DEVICES, *what_and_fix(str(error), page=LAUNCHING_PAGE))
     num_threads = 1 if device.type == "cuda" else torch.get_num_threads()
     yield judge_cores(num_cores(), num_threads, environment.local_world_size)
     shared_memory = Path("/dev/shm")

@@ -138,6 +138,8 @@ def test_a_folder_in_place_of_a_run_file(write):
     assert compose(["run=quickstart"]).seed == 0  # a name in configs/ wins
     write("folder.yaml/x", "")
     assert "is not a file" in one_problem("run=folder.yaml")
+    write("run.yaml/config.yaml", "seed: 2\n")
+    assert compose(["run=run.yaml"], complete=False).seed == 2
 
 
 def test_two_run_files_are_one_too_many():
