@@ -230,6 +230,27 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
 
 
 @pytest.mark.warm
+def test_a_job_that_its_user_cancels_is_not_queued_again(cluster, tmp_path):
+    log = tmp_path / "job.log"
+    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", "--ntasks-per-node=2"]
+    words = [LAUNCH_FILES / "slurm_one_node.sbatch", "task=finetune_lora", *run_words(tmp_path / "run")]
+    job = run(cluster, "sbatch", "--parsable", f"--output={log}", *here, *words).strip()
+
+    def output():
+        return log.read_text() if log.exists() else ""
+
+    def told():
+        return f"{show(cluster, job)}\n{output()}"
+
+    wait_until(lambda: "Process 0/2 started" in output(), "the start", told=told)
+    run(cluster, "scancel", job)
+    ended = re.compile("JobState=(CANCELLED|PENDING)")
+    wait_until(lambda: ended.search(show(cluster, job)), "the end of the job", told=told)
+    assert "checkpoint committed: go on with resume=auto" in output()
+    assert "JobState=CANCELLED" in show(cluster, job), told()
+
+
+@pytest.mark.warm
 def test_a_sweep_as_an_array_trains_a_trial_in_each_task(cluster, tmp_path):
     here = ["--partition=tests", "--array=1-2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=5"]
     words = words_of(tmp_path / "sweep", "seed=1,2")
