@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -20,8 +22,9 @@ from finetune.data.columns import (
 )
 from finetune.data.formats import OF_PROMPT, Format, Reads, detect_format, find_unread, parse_row
 from finetune.data.preference_formats import FORMATS_OF
-from finetune.data.readers import JoinedRows, RawRow, RowSource
+from finetune.data.readers import SUFFIXES, JoinedRows, RawRow, RowSource
 from finetune.data.values import BadRowError
+from finetune.limits import open_regular
 from finetune.units import name_first
 
 _OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labelled": "kto", "prompts": "grpo"}
@@ -29,6 +32,7 @@ _OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labell
 
 _MAX_SETTINGS = 3
 _MAX_FILES = 10
+_LONGEST_FIRST_LINE = 100_000
 
 
 class ReadRows(Protocol):
@@ -49,6 +53,20 @@ class ReadRows(Protocol):
     @property
     def columns(self) -> Mapping[str, str]:
         """The settings of `data.columns`."""
+
+
+def describe_suffix(path: Path, name: str) -> str:
+    """Describe a file that no reader is for by its suffix, and say what its first bytes look like."""
+    suffix = path.suffix.lower()
+    advice = ' Texts are rows of a .jsonl file: {"text": "…"}.' if suffix in ("", ".txt", ".md") else ""
+    with suppress(OSError), open_regular(path, follows_links=True) as file:
+        line = file.readline(_LONGEST_FIRST_LINE).removeprefix(b"\xef\xbb\xbf").strip()
+        looks = {b"{": ".jsonl", b"[": ".json"}.get(line[:1], ".tsv" if b"\t" in line else "")
+        if looks and b"\0" not in line:
+            advice = f" It begins as a {looks} file does. If it is one, rename it to {path.with_suffix(looks).name}."
+    if suffix in (".xlsx", ".xls", ".ods"):
+        advice = " Save the sheet as CSV, in UTF-8."
+    return f"{name} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.{advice}"
 
 
 def describe_pair(row: RawRow, examples: ReadRows, columns: Mapping[str, str]) -> str:
@@ -104,6 +122,8 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
         example = f": {column_overrides(dict.fromkeys(names, 'COLUMN'))}"
     absent = {ours: name for ours, name in examples.columns.items() if name != "none" and name not in row.value}
     wrong = f" Here is no column for {column_overrides(absent)}." if absent else ""
+    if mixture := propose_mixture(examples):
+        example, instead = f" of each file: {mixture}", ""
     return (
         f"{place} has the columns {show_names(row.value)}.{wrong} Expected those of one format "
         f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
@@ -112,21 +132,51 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
 
 def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> str:
     """Say how to read a row whose columns belong to a format that is not in `known`. Empty if they belong to none."""
+    if examples.format == "auto" and (mixture := propose_mixture(examples)):
+        return f"All rows of a source have one format, and the same columns. Set {mixture} to read each file as it is."
     if _format_of(row, examples) in (None, known):
         return ""
     if examples.format != "auto":
         return f"data.format is {examples.format}. Set data.format=auto to read rows by their columns."
+    return "All rows of a source have one format. Write the rows of each into a file, and name both in data.mixture."
+
+
+def propose_mixture(examples: ReadRows) -> str:
+    """Return an override that reads files with different columns as the sources of a mixture; "" if there is none."""
+    ways: dict[tuple[Format, str], list[str]] = {}
+    columns: dict[str, dict[str, str]] = {}
+    for label, row in (first_rows := _first_rows(examples)).items():
+        settings = _settings_that_read(row, examples)
+        if settings is None:
+            return ""
+        overrides, renamed = column_overrides(settings), {**examples.columns, **settings}
+        known = detect_format(row.value, renamed, FORMATS_OF[examples.reads])
+        assert known is not None  # the settings read the row
+        ways.setdefault((known, overrides), []).append(label)
+        columns[overrides] = renamed
+    if len(ways) < 2 or len(first_rows) > _MAX_FILES:
+        return ""
+    sources = [
+        {"path": paths if len(paths) > 1 else paths[0], **({"columns": of} if (of := columns[overrides]) else {})}
+        for (_, overrides), paths in ways.items()
+    ]
+    return shlex.quote(f"data.mixture={inline_yaml(sources)}")
+
+
+def _first_rows(examples: ReadRows) -> dict[str, RawRow]:
+    """Return the first row of each file of a source that has a few, by the name of the file."""
     parts = examples.source.parts if isinstance(examples.source, JoinedRows) else []
-    files: dict[Format | None, list[str]] = {}
-    for part in parts:
-        first = next(part.rows(), None)
-        files.setdefault(None if first is None else _format_of(first, examples), []).append(part.label)
-    way = "Write the rows of each into a file, and name both in data.mixture."
-    if None not in files and len(files) > 1 and len(parts) <= _MAX_FILES:
-        sources = [{"path": of_format if len(of_format) > 1 else of_format[0]} for of_format in files.values()]
-        mixture = shlex.quote(f"data.mixture={inline_yaml(sources)}")
-        way = f"Set {mixture} to read these files as they are."
-    return f"All rows of a source have one format. {way}"
+    firsts = ((part.label, next(part.rows(), None)) for part in parts[: _MAX_FILES + 1])
+    return {label: row for label, row in firsts if row is not None}
+
+
+def _settings_that_read(row: RawRow, examples: ReadRows) -> dict[str, str] | None:
+    """Return settings of `data.columns` that read a row and account for its columns; None if there are none."""
+    if not isinstance(row.value, Mapping):
+        return None
+    if _is_accounted_for(row, examples, {}):
+        return {}
+    return _propose_columns_of(row, examples, examples.reads)
 
 
 def _format_of(row: RawRow, examples: ReadRows) -> Format | None:
@@ -156,12 +206,18 @@ def propose_settings(row: RawRow, examples: ReadRows, reads: Reads) -> str:
         return ""
     if objective and _is_accounted_for(row, examples, {}, reads):
         return objective
+    settings = _propose_columns_of(row, examples, reads)
+    return f"{objective} {column_overrides(settings)}".strip() if settings else ""
+
+
+def _propose_columns_of(row: RawRow, examples: ReadRows, reads: Reads) -> dict[str, str] | None:
+    """Return settings of `data.columns` for the first format that reads a row with them."""
     for known in FORMATS_OF[reads].values():
         may_have = [column for column in known.may_have if column in OF_PROMPT]
         settings = propose_columns(row.value, known.needs or ("prompt",), may_have, examples.columns)
         if settings and _is_accounted_for(row, examples, settings, reads):
-            return f"{objective} {column_overrides(settings)}".strip()
-    return ""
+            return settings
+    return None
 
 
 def _is_accounted_for(row: RawRow, examples: ReadRows, settings: Mapping[str, str], reads: Reads | None = None) -> bool:
@@ -186,14 +242,17 @@ def describe_unread_column(
     """
     part = MEANINGS[meaning_of(name) or name].part
     first = next(examples.source.rows(), row)  # it decides the format, and may lack the column
-    rows = [row, first] if _is_accounted_for(first, examples, {}) else [row]
+    others = [each for each in _first_rows(examples).values() if not _is_accounted_for(each, examples, {})]
+    rows = [row, first, *others] if _is_accounted_for(first, examples, {}) else [row, *others]
     reads = []
     for column in (column for column in ROW_COLUMNS if MEANINGS[column].part == part):
-        others = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
-        settings = [{column: name}, {column: name, **others}]
+        more = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
+        settings = [{column: name}, {column: name, **more}]
         reads += [
             column_overrides(each) for each in settings if all(_is_accounted_for(row, examples, each) for row in rows)
         ]
+    if not reads and (mixture := propose_mixture(examples)):
+        reads = [mixture]
     advice = f"Set {reads[0]} to read it, or " if reads else "Correct the rows, or set "
     return (
         f"{label}: by its name, the column {show_names([name])} is {part}, but rows of this format ({format}) do not "

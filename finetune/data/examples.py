@@ -427,7 +427,9 @@ def _rows_at(key: str, files: str | list[str], section: DataSection) -> RowSourc
         elif not _is_here(name):
             raise DataError(_not_there(key, name))
         elif suffix_of(path) not in SUFFIXES:
-            raise DataError(f"{name} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
+            from finetune.data.column_advice import describe_suffix
+
+            raise DataError(describe_suffix(path, name))
         else:
             sources.append(FileRows(path, name, separator=section.separator))
     if names == [files]:

@@ -356,7 +356,7 @@ def find_unread(
     """Yield the names of the columns that hold a part of a row and are not read. `format` is `data.format`."""
     if reads == "rejected":  # the chosen side has named them
         return
-    decided = [*renamed]
+    decided = [column for column, name in renamed.items() if name == "none" or name in row]
     if reads == "prompts":  # reward functions get all columns
         decided += ["messages", "prompt", "completion", "chosen", "rejected", "mask"]
     if format != "auto":

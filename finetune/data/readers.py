@@ -32,6 +32,7 @@ _LINES_EXPECTED = (
     "Write each row on one line, as json.dumps and `jq -c .` do, without commas between rows. A file that is one list "
     "of rows must end in .json."
 )
+CONVERT = "If the file is in Windows-1252, convert it: `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW`."
 _USUAL_CAUSES = ("the text ends before the value does", "a comma that nothing follows", "the text of a Python object")
 """Mistakes that the messages of Python's reader do not name. If the first line has one, so have the others."""
 _BETWEEN_ROWS = re.compile(r"[\s,]*")
@@ -90,7 +91,7 @@ def _refuse_other_bytes(file: IO[bytes], label: str) -> None:
     if suffix is not None:
         raise DataError(f"{label} holds data that is compressed as {suffix}. Rename it to {label}{suffix}.")
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start:
-        raise DataError(f"{label} is text in UTF-16; expected UTF-8. Convert it: `iconv -f UTF-16 -t UTF-8`.")
+        raise DataError(f"{label} is text in UTF-16; expected UTF-8. Convert it: `iconv -f UTF-16 -t UTF-8 OLD > NEW`.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ def parse_line(number: int, line: bytes) -> RawRow:
     try:
         return RawRow(number, _DECODER.decode(line.rstrip().decode("utf-8")))
     except UnicodeDecodeError as error:
-        problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8"
+        problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8. {CONVERT}"
     except json.JSONDecodeError as error:
         cause = _usual_cause(error) or error.msg
         problem = f"not JSON: {cause} at column {error.colno}; expected one JSON object per line"
@@ -276,7 +277,7 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
         with opened(path, label) as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
+        raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. {CONVERT}") from None
     start = _LIST_START.match(text)
     if not start:
         with contextlib.suppress(ValueError, RecursionError):  # several objects are rows

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.compressed import MOST_RATIO, most_unpacked
+from finetune.data.readers import CONVERT
 from finetune.errors import DataError
 from finetune.logs import hear_libraries
 from finetune.units import format_bytes
@@ -56,13 +57,12 @@ def csv_rows(
             else:
                 yield dict(zip_longest(columns, row[: len(columns)])), None
     except (UnicodeDecodeError, csv.Error) as error:
-        line, problem = cells.line_num, str(error)
+        line, problem, advice = cells.line_num, str(error), "Correct the file."
         if isinstance(error, UnicodeDecodeError):  # in the bytes after the lines that were read, several lines at once
             line += 1 + error.object.count(b"\n", 0, error.start)
             problem = f"the byte 0x{error.object[error.start]:02x} is not UTF-8 text"
-        raise DataError(
-            f"{label} cannot be read as {suffix[1:]} (line {line}): {problem}. Correct the file, and save it as UTF-8."
-        ) from None
+            advice = f"Save it as UTF-8, which Excel calls CSV UTF-8. {CONVERT}"
+        raise DataError(f"{label} cannot be read as {suffix[1:]} (line {line}): {problem}. {advice}") from None
 
 
 def parquet_rows(path: Path, label: str) -> Iterator[dict[str, Any]]:

@@ -210,6 +210,47 @@ PARTS = {
 }
 
 
+@pytest.mark.parametrize("names", [("system_message", "system_instruction"), ("system_instruction", "system_message")])
+def test_files_with_other_names_of_columns_are_read_as_a_mixture(make_section, put, names):
+    tables = [(("question", "answer"), "a"), (("problem", "solution"), "b"), (("prompt", "completion"), "c")]
+    files = {f"{text}.jsonl": json.dumps(dict(zip(columns, ("q", text), strict=True))) for columns, text in tables}
+    files |= {f"{name}.jsonl": json.dumps({"prompt": "q", "completion": "a", name: "Be kind."}) for name in names}
+    put({name: content.encode() for name, content in files.items()})
+
+    def advised(*paths: str, **keys) -> list[tuple[str, ...]]:
+        with pytest.raises(DataError) as caught:
+            list(load_examples(make_section(path=[*paths], **keys)).train)
+        [override] = [word for word in shlex.split(str(caught.value)) if word.startswith("data.mixture=")]
+        section = compose(["model=phi_tiny", override.rstrip(".")]).data.model_copy(update={"validation": None})
+        return [example.contents for example in load_examples(section).train]
+
+    for first in ("abc", "bca", "cab"):
+        assert advised(*(f"{name}.jsonl" for name in first)) == [("q", name) for name in first]
+    assert advised("b.jsonl", "c.jsonl", columns={"prompt": "problem", "completion": "solution"})
+    with_system = [("Be kind.", "q", "a")] * 2
+    assert advised(*(f"{name}.jsonl" for name in names)) == with_system
+    assert advised(*(f"{name}.jsonl" for name in names), columns={"system": names[0]}) == with_system, "not in silence"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "advice"),
+    [
+        ("a.txt", b"prompt\tcompletion\nq\ta\n", "rename it to a.tsv"),
+        ("a.txt", A, "rename it to a.jsonl"),
+        ("a.txt", b"Some words.\n", 'Texts are rows of a .jsonl file: {"text"'),
+        ("a.xlsx", b"PK\3\4", "Save the sheet as CSV"),
+        ("a.csv", LATIN_1, "iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"),
+        ("a.jsonl", b'{"prompt": "q", "completion": "\xe4"}\n', "iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"),
+        ("a.csv", TABLE.decode().encode("utf-16"), "iconv -f UTF-16 -t UTF-8 OLD > NEW"),
+    ],
+)
+def test_a_file_that_no_reader_is_for_is_refused_with_what_helps(make_section, put, name, content, advice):
+    put({name: content})
+    with pytest.raises(DataError) as caught:
+        list(load_examples(make_section(path=name)).train)
+    assert advice in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("files", "keys", "train", "validation", "test"),
     [
