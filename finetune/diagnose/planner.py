@@ -18,7 +18,7 @@ import torch
 from finetune.config.schema import Config
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import check_local_rows
+from finetune.data.examples import check_local_rows, is_all_here
 from finetune.diagnose.plan import Evaluating, Plan, ShardedNeed, Trade, judge, most_memory
 from finetune.diagnose.plan_batches import AssumedAnswers, Batching, PlannedEvaluation, Section, evaluations_of
 from finetune.diagnose.plan_devices import Device
@@ -32,7 +32,7 @@ from finetune.engine.fused import why_not_fused
 from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
-from finetune.findings import Finding, ok, warning
+from finetune.findings import Finding, ok, problem, warning
 from finetune.inference.answer_graphs import wants_replays
 from finetune.inference.decoding import room_for_answer
 from finetune.inference.replayed_answers import why_not_replayed
@@ -213,8 +213,10 @@ class Planner:
             fix = "give data.path=FILE_FOLDER_OR_HUB_ID to plan with its rows"
             self.findings.append(warning("Data", f"no data is given, so {assumed}", fix))
             return None
+        has_read = False
         try:
             check_local_rows(data)
+            has_read = is_all_here(data) and self._planned.sizes is config.model  # with the run's own tokenizer
             tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._planned.sizes}))
             splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
             check_fit(config, self.model, splits)
@@ -232,7 +234,8 @@ class Planner:
             if isinstance(error, ModelError) and self._planned.sizes is not config.model:
                 first = "the tokenizer is not here either"
             fix = "run `finetune preview` with the same arguments to see more"
-            self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
+            report = problem if has_read and isinstance(error, DataError) else warning  # a run would end, too
+            self.findings.append(report("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
             return None
 
     def _choose_by_memory(self, collate: Collate) -> MemoryChoice:

@@ -27,6 +27,7 @@ from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.padded import PaddedMicrobatch
 from finetune.errors import ConfigError, DataError
+from finetune.findings import EXIT_PROBLEM
 from finetune.model.base import build_base_model, checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.model.tokens import build_tokenizer
@@ -243,6 +244,14 @@ def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsy
     assert "the plan assumes rows of 50 tokens" in out.replace("\n", " ")
     assert "the largest has 4 rows and computes 200 tokens" in out
     assert "7 steps" in out
+
+
+def test_rows_that_train_would_refuse_are_a_problem(words, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
+    assert plan_from_overrides([*words, f"data.path={tmp_path / 'rows.jsonl'}", "data.max_length=50"]) == EXIT_PROBLEM
+    assert "the rows cannot be used, so the plan assumes rows of 50 tokens" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
 
 
 def test_what_needs_data_is_not_counted_and_the_plan_says_so(words, monkeypatch, capsys):
