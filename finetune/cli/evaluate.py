@@ -211,6 +211,7 @@ def _measure_rows(
     from finetune.inference.finished_run import choose_split, find_run
     from finetune.inference.prompts import read_general_prompts
 
+    other = find_run(against) if against is not None else None
     _refuse_rows_without_one_answer(run)
     if limits and against is None and not run.config.testing.compare_base:
         raise ConfigError(
@@ -228,7 +229,6 @@ def _measure_rows(
         raise ConfigError(
             "parallel.sharding: only one model can be sharded, and --against loads two. Drop one of them."
         )
-    other = find_run(against) if against is not None else None
     if other is None and run.config.testing.compare_base and not is_sharded:
         other = run.base
     _measure(run, chosen, metrics, suites, other, limits, report)
@@ -284,8 +284,8 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
         row_type = "pairs of answers" if objective.compares_pairs else "labelled answers"
         report = shlex.join(["finetune", "report", str(run.folder.path)])
         raise ConfigError(
-            f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer. Give such rows "
-            f"with data.path=FILE data.test=FILE; `{report}` shows the rewards."
+            f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer, which --suite "
+            f"does not replace. Give such rows with data.path=FILE data.test=FILE; `{report}` shows the rewards."
         )
 
 

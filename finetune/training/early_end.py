@@ -45,7 +45,8 @@ def _describe_patience(config: Config, state: TrainerState) -> str:
 def _describe_forgetting(config: Config, state: TrainerState) -> str:
     holds = "the best weights before it"
     if state.best_step is None:
-        holds = "these weights, since no validation was within it. Lower optim.learning_rate, or set data.keep=5%"
+        keep = "set data.keep=5%" if config.data.keep is None else f"raise data.keep, which is {config.data.keep}"
+        holds = f"these weights, since no validation was within it. Lower optim.learning_rate, or {keep}"
     return (
         f"the model diverges from its base by {state.forgotten:.3f} nats per token, and early_stopping.max_forgotten "
         f"is {config.early_stopping.max_forgotten}; adapter/ holds {holds}"

@@ -19,7 +19,7 @@ from finetune.cli.evaluate import evaluate_command as evaluate
 from finetune.config.compose import load_config
 from finetune.config.config_files import resolve_shipped
 from finetune.data.splits import digest_row
-from finetune.errors import ConfigError, DataError, RequirementError, RunFailedError
+from finetune.errors import CheckpointError, ConfigError, DataError, RequirementError, RunFailedError
 from finetune.inference.finished_run import FinishedRun
 from finetune.inference.scores import Evaluation, RowValues, Scores
 from finetune.report.data_preview import preview_data_of
@@ -345,8 +345,11 @@ def test_another_split_and_a_checkpoint_are_measured(figures, adapter_run):
 def test_a_split_that_is_not_there_is_told(adapter_run, tmp_path):
     rows = tmp_path / "train.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}) + "\n")
+    words = [f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}"]
     with pytest.raises(ConfigError, match="no test split"):
-        evaluate(adapter_run, [f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}"])
+        evaluate(adapter_run, words)
+    with pytest.raises(CheckpointError, match="NOTHERE is not the folder of a run"):
+        evaluate(adapter_run, words, against=tmp_path / "NOTHERE")
 
 
 def test_plain_text_has_a_loss_and_no_answers(figures, adapter_run, tmp_path):

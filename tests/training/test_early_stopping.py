@@ -95,3 +95,6 @@ def test_only_forgetting_counts_as_an_early_end_after_the_last_step():
         "by 0.200 nats per token, and early_stopping.max_forgotten is 0.1; adapter/ holds these weights"
         in said["sentence"]
     )
+    assert "set data.keep=5%" in said["sentence"]
+    kept = ended("forgot too much", "early_stopping.max_forgotten=0.1", "data.keep=8%", state=state)
+    assert "raise data.keep, which is 8%" in kept["sentence"]
