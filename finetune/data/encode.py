@@ -191,7 +191,7 @@ def encode_rows(
 
     def write(encoded: Iterable[Encoded]) -> RowProblems:
         problems = RowProblems(drops=examples.drops)
-        _write_rows(encoded, writer, section.max_length, problems)
+        _write_rows(encoded, writer, tokens.template, section.max_length, problems)
         problems.raise_if_any(examples.label, scan.num_rows)
         return problems
 
@@ -299,17 +299,31 @@ def _part_of(parts: Sequence[Examples], encoded: Sequence[Mapping[Examples, Enco
     return Part(tuple(sides), parts[0].label, parts[0].weight, parts[0].name)
 
 
-def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int, problems: RowProblems) -> None:
+def _write_rows(
+    batches: Iterable[Encoded], writer: RowWriter, template: ChatTemplate, max_length: int, problems: RowProblems
+) -> None:
     """Write the rows that could be encoded, and note the problems of the others."""
     last_problem = -1  # the answers of a conversation count as one row
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
             if not isinstance(row, BadRowError):
+                row = row._replace(oddities=_find_oddities(example, template))
                 writer.add(example.number, row, max_length=max_length, is_good=example.is_good, digest=example.digest)
                 continue
             if example.number != last_problem:
                 problems.add(example.source, str(row))
             last_problem = example.number
+
+
+def _find_oddities(example: Example, template: ChatTemplate) -> tuple[bool, bool]:
+    """Return whether a row has each of `ODDITIES`."""
+    turns, are_reordered = as_messages(example).messages, False
+    questions = [turn["content"] for turn in turns if turn["role"] == "user"]
+    if any("tool_call_id" in turn for turn in turns):
+        from finetune.data.tool_calls import are_results_reordered
+
+        are_reordered = are_results_reordered(turns, template)
+    return any(not question.strip() for question in questions), are_reordered
 
 
 def _mix(split: str, parts: Sequence[Part], seed: int) -> list[EncodedExamples]:

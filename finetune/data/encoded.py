@@ -28,7 +28,7 @@ RowsT = TypeVar("RowsT")
 _FILLER_TOKEN = 1
 _OF_EACH_ROW = (
     *("starts", "lengths", "numbers", "full_lengths", "num_targets"),
-    *("loss_kinds", "is_good", "raw_digest", "example_of", "subset"),
+    *("loss_kinds", "oddities", "is_good", "raw_digest", "example_of", "subset"),
 )
 """The fields of `EncodedExamples` that have an entry for each row."""
 _NUMBER_OF_ROW = re.compile(r"(:| row |^row )[0-9]+$")
@@ -86,6 +86,8 @@ class EncodedExamples(Dataset[EncodedExample]):
     """int64, shape (rows,): target tokens of each row."""
     loss_kinds: torch.Tensor
     """int32, shape (rows, 3): target tokens of each row of each of `LOSS_KINDS`."""
+    oddities: torch.Tensor
+    """bool, shape (rows, 2): which of `ODDITIES` each row has."""
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
     raw_digest: torch.Tensor
@@ -111,6 +113,7 @@ class EncodedExamples(Dataset[EncodedExample]):
             full_lengths=source.full_lengths,
             num_targets=source.num_targets,
             loss_kinds=source.loss_kinds,
+            oddities=source.oddities,
             is_good=source.is_good,
             raw_digest=source.raw_digests,
             example_of=_example_of(source.numbers.diff() != 0),

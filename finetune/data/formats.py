@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from finetune.data.columns import Cells, find_columns, holds_something, is_beside_text, show_names, unread_columns
 from finetune.data.turns import Dialogue, Turn, dialogue_of, is_transcript, parse_tools, parse_turns, text_turn
-from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, refuse_blank, refuse_python
+from finetune.data.values import BadRowError, quote, refuse_blank
 
 RowType = Literal["messages", "prompt_completion", "text"]
 Reads = Literal["answers", "chosen", "rejected", "labelled", "prompts"]
@@ -142,28 +142,16 @@ def read_question(question: str, cells: Cells, *, is_text: bool = True) -> str |
 
     A question is text if the row has none of these and `is_text` is true.
     """
-    earlier = _history(cells) if cells.has("history") else []
+    earlier: list[Turn] = []
+    if cells.has("history"):
+        from finetune.data.turn_spellings import turns_of_history
+
+        earlier = turns_of_history(cells)
     tools = parse_tools(cells.get("tools"), cells.name("tools"))
     if is_text and not (earlier or tools or cells.has("system")):
         return question
     turns = dialogue_of([*earlier, text_turn("user", question)])._replace(tools=tools)
     return with_system(turns, cells)
-
-
-def _history(cells: Cells) -> list[Turn]:
-    """Read earlier questions and answers: a list of pairs."""
-    name, history = cells.name("history"), list_in_cell(cells["history"])
-    if not isinstance(history, list):
-        refuse_python(history, name, is_text=False)
-        raise BadRowError(f"{name} is {quote(history)}; expected a list of earlier questions and answers")
-    turns = []
-    for number, pair in enumerate(history):
-        where = f"{name}[{number}]"
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRowError(f"{where} is {quote(pair)}; expected a list with a question and its answer")
-        for k, role in enumerate(("user", "assistant")):
-            turns.append(text_turn(role, refuse_blank(parse_text(pair[k], f"{where}[{k}]"), f"{where}[{k}]")))
-    return turns
 
 
 def read_answer(cells: Cells, column: str) -> str | Dialogue:

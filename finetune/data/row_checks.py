@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from finetune.data.encoded import Part
 from finetune.data.examples import holds_out_by_default
-from finetune.data.templates import LOSS_KINDS
+from finetune.data.templates import LOSS_KINDS, ODDITIES
 from finetune.errors import DataError
 from finetune.units import counted
 
@@ -37,6 +37,8 @@ _ODD_ROWS = {
     "few_targets": "with loss on less than 1 % of their tokens",
     "most_targets": "with loss on more than 99 % of them",
     "repeated": "that repeat an earlier one",
+    "empty_question": "with an empty question",
+    "reordered_results": "with tool results in another order than their calls, of which the template writes no ids",
 }
 _RAISE_LENGTH = "Raise data.max_length (the longest has {longest:,} tokens)"
 
@@ -182,6 +184,7 @@ def count_by_file(rows: Any, repeated: Sequence[int], *, are_prompts: bool = Fal
         "truncated": torch.stack([side.is_truncated for side in sides]).any(0),
         "few_targets": (targets < _FEW_TARGETS * tokens) * (not are_prompts),
         "most_targets": has_answers & (targets > _MOST_TARGETS * tokens),
+        **{name: torch.stack([side.oddities[:, k] for side in sides]).any(0) for k, name in enumerate(ODDITIES)},
         "repeated": torch.zeros_like(tokens).index_fill(0, torch.tensor(repeated, dtype=torch.int64), 1),
     }
     of_file = file_of.clamp(max=_MOST_FILES - 1)
@@ -200,7 +203,7 @@ def describe_rows(rows: Any, keys: NDArray[np.uint64]) -> tuple[list[Any], list[
 def describe_counts(counts: Mapping[str, Any]) -> str:
     """Describe the counts of a file on one line, and what may be a mistake in it."""
     kinds = [f"{name.replace('_', ' ')} {counts[name]:,}" for name in ("answer", *LOSS_KINDS) if counts[name]]
-    found = [f"rows {what}: {counts[key]:,}" for key, what in _ODD_ROWS.items() if counts[key]]
+    found = [f"rows {what}: {counts[key]:,}" for key, what in _ODD_ROWS.items() if counts.get(key)]
     text = f"{counts['file']}: {counted(counts['rows'], 'row')}, {counts['tokens']:,} tokens"
     text += f", {counts['target_tokens']:,} with loss"
     return "; ".join([f"{text} ({', '.join(kinds)})" if kinds else text, *found])

@@ -28,7 +28,7 @@ import torch
 
 from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.data.splits import digest_row
-from finetune.data.templates import LOSS_KINDS, TokenisedRow
+from finetune.data.templates import LOSS_KINDS, ODDITIES, TokenisedRow
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.limits import is_own_file, open_regular
 from finetune.runs.durable import describe_os_error, replacing
@@ -79,6 +79,8 @@ class EncodedRows(NamedTuple):
     """int64, shape (rows,): target tokens of the row."""
     loss_kinds: torch.Tensor
     """int32, shape (rows, 3): target tokens of the row of each of `LOSS_KINDS`."""
+    oddities: torch.Tensor
+    """bool, shape (rows, 2): which of `ODDITIES` each row has."""
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
     raw_digests: torch.Tensor
@@ -100,7 +102,7 @@ class RowWriter:
             stream.truncate()
         self._offsets, self._numbers = array("q", [0]), array("q")
         self.full_lengths, self.num_targets, self._loss_kinds = array("q"), array("q"), array("i")
-        self._is_good, self._raw_digests = bytearray(), bytearray()
+        self._oddities, self._is_good, self._raw_digests = bytearray(), bytearray(), bytearray()
 
     def add(
         self, number: int, row: TokenisedRow, *, max_length: int, is_good: bool = True, digest: str | None = None
@@ -120,6 +122,7 @@ class RowWriter:
         for first, end, kind in row.kinds:
             counts[kind] += is_target.count(1, first, end)  # none beyond the cut
         self._loss_kinds.extend(counts)
+        self._oddities.extend(row.oddities)
         self._is_good.append(is_good)
         self._raw_digests += bytes.fromhex(digest or digest_row(ids.tolist()))
 
@@ -134,6 +137,7 @@ class RowWriter:
             full_lengths=_as_tensor(self.full_lengths, torch.int64),
             num_targets=_as_tensor(self.num_targets, torch.int64),
             loss_kinds=_as_tensor(self._loss_kinds, torch.int32).view(-1, len(LOSS_KINDS)),
+            oddities=_as_tensor(self._oddities, torch.bool).view(-1, len(ODDITIES)),
             is_good=_as_tensor(self._is_good, torch.bool),
             raw_digests=_as_tensor(self._raw_digests, torch.uint8).view(-1, 16),
             facts=facts,
@@ -212,6 +216,7 @@ def _check_shapes(rows: EncodedRows) -> None:
         "full_lengths": (torch.int64, (num_rows,)),
         "num_targets": (torch.int64, (num_rows,)),
         "loss_kinds": (torch.int32, (num_rows, len(LOSS_KINDS))),
+        "oddities": (torch.bool, (num_rows, len(ODDITIES))),
         "is_good": (torch.bool, (num_rows,)),
         "raw_digests": (torch.uint8, (num_rows, 16)),
     }

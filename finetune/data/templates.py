@@ -40,6 +40,8 @@ _MARKER = re.compile(r"<\|?\w+\|?>")
 
 LOSS_KINDS = ("reasoning", "tool_call", "end_of_turn")
 """What targets are counted as, in the order of the columns of `EncodedRows.loss_kinds`. All others are the answer."""
+ODDITIES = ("empty_question", "reordered_results")
+"""What may be a mistake in the turns of a row, in the order of the columns of `EncodedRows.oddities`."""
 
 
 class AnswerPlace(NamedTuple):
@@ -68,6 +70,7 @@ class TokenisedRow(NamedTuple):
     is_target: bytearray
     kinds: Sequence[tuple[int, int, int]] = ()
     """Spans of targets that are not the answer itself: first token, end, and index in `LOSS_KINDS`."""
+    oddities: Sequence[bool] = (False,) * len(ODDITIES)
 
 
 class AnswerTokens:

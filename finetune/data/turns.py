@@ -62,8 +62,6 @@ _ROLE_AND_CONTENT = _TurnKeys("role", "content", ROLES)
 _FROM_AND_VALUE = _TurnKeys(
     "from", "value", ("system", "human", "user", "gpt", "assistant", "function_call", "observation", "tool")
 )
-_TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant):[^\S\n]?")
-"""The speakers in texts such as Anthropic's hh-rlhf: `\\n\\nHuman: Hi\\n\\nAssistant: Hello`."""
 
 
 class Dialogue(NamedTuple):
@@ -96,19 +94,24 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
     """
     turns = list_in_cell(value)
     if isinstance(turns, str) and is_transcript(turns):
-        turns = _turns_of_transcript(turns)
+        from finetune.data.turn_spellings import turns_of_transcript
+
+        turns = turns_of_transcript(turns)
     if isinstance(turns, Mapping):
         turns = [turns]
     first = turns[0] if isinstance(turns, list) and turns else None
-    has_from = isinstance(first, Mapping) and first.get("from") is not None
-    keys = _FROM_AND_VALUE if has_from else _ROLE_AND_CONTENT
+    keys = _FROM_AND_VALUE if isinstance(first, Mapping) and first.get("from") is not None else _ROLE_AND_CONTENT
     if not isinstance(turns, list):
         refuse_python(turns, column, is_text=False)
         raise BadRowError(f"{column} is {quote(value)}; expected a list of objects with {keys.role} and {keys.content}")
     if not turns:
         raise BadRowError(f"{column} is empty; expected a user's turn and the assistant's answer")
     parsed: list[Turn] = []
-    for number, turn in enumerate(_turns_of_exchanges(turns)):
+    if isinstance(first, Mapping) and (speakers := next((keys for keys in _EXCHANGES if {*keys} <= {*first}), None)):
+        from finetune.data.turn_spellings import turns_of_exchanges
+
+        turns = turns_of_exchanges(turns, speakers)
+    for number, turn in enumerate(turns):
         parsed.append(_parse_turn(turn, f"{column}[{number}]", keys))
         if str(turn.get(keys.role)).lower() in _CALL_ROLES:
             from finetune.data.tool_calls import join_calls
@@ -271,24 +274,3 @@ def is_transcript(text: str) -> bool:
     """Return whether a text begins with `Human:` and has a paragraph that begins with `Assistant:`."""
     start = text.lstrip()
     return start.startswith("Human:") and "\n\nAssistant:" in start
-
-
-def _turns_of_transcript(text: str) -> list[Turn]:
-    """Return the turns of a transcript. A last `Assistant:` without text only asks for the answer."""
-    pieces = _TRANSCRIPT.split("\n\n" + text.strip())
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [text_turn(roles[speaker], content) for speaker, content in zip(pieces[1::2], pieces[2::2], strict=True)]
-    return turns[:-1] if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip() else turns
-
-
-def _turns_of_exchanges(turns: Sequence[Any]) -> list[Any]:
-    """Return turns. An exchange is two of them: {human, assistant} in ms-swift, {input, output} in Capybara."""
-    first = turns[0].keys() if isinstance(turns[0], Mapping) else ()
-    speakers = next((keys for keys in _EXCHANGES if set(keys) <= set(first)), None)
-    if speakers is None:
-        return list(turns)
-    return [
-        {"role": role, "content": turn.get(speaker) if isinstance(turn, Mapping) else turn}
-        for turn in turns
-        for speaker, role in zip(speakers, ("user", "assistant"), strict=True)
-    ]

@@ -383,7 +383,7 @@ def _open_journal(
 
 
 def _record_rows(journal: Journal, config: Config, splits: EncodedSplits) -> None:
-    """Count the rows of each file in run.json, log those that train, and write a digest of each row."""
+    """Count the rows of each file in run.json, log the counts, and write a digest of each row."""
     counts = {}
     for name, split in named_splits(splits).items():
         digests = [side.digest_rows() for side in split.sides]
@@ -400,7 +400,7 @@ def _record_rows(journal: Journal, config: Config, splits: EncodedSplits) -> Non
             described = row_checks.describe_rows(split, keys)
             write_row_record(journal.folder, raw_digests(splits), tokens, *described, earlier=earlier)
     journal.record(row_counts=counts)
-    for of_file in counts["train"]:
-        _log.info("train: %s", row_checks.describe_counts(of_file))
-        if not config.objective.generates_answers and (finding := row_checks.learns_nothing_or_everything(of_file)):
+    for name, of_file in ((name, of_file) for name, files in counts.items() for of_file in files):
+        _log.info("%s: %s", name, row_checks.describe_counts(of_file))
+        if name == "train" and not are_prompts and (finding := row_checks.learns_nothing_or_everything(of_file)):
             _log.warning("train: %s. `finetune preview` shows rows; data.chat_template sets another template.", finding)

@@ -24,7 +24,7 @@ from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 SHORT = {"prompt": "Hi", "completion": "yes"}  # 9 tokens: <|user|> H i <|end|> <|assistant|> y es <|end|> and eos
 LONG_ANSWER = {"prompt": "Hi", "completion": "yes or no the the the"}
 LONG_PROMPT = {"prompt": "x" * 40, "completion": "yes"}
-ODD = ("without_end_of_turn", "truncated", "few_targets", "most_targets", "repeated")
+ODD = ("without_end_of_turn", "truncated", "few_targets", "most_targets", "repeated", "empty_question")
 TWO_TURNS = {"messages": [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "yes"))] * 2}
 
 
@@ -170,7 +170,8 @@ def test_tokens_with_loss_are_counted_by_file_and_by_what_they_are(make_section,
     assert of_odd["file"] == paths[1]
     assert describe_counts(of_odd).endswith(
         "; rows whose end of turn carries no loss or was cut: 1; rows with loss on less than 1 % of their tokens: 1; "
-        "rows with loss on more than 99 % of them: 1; rows that repeat an earlier one: 2"
+        "rows with loss on more than 99 % of them: 1; rows that repeat an earlier one: 2; "
+        "rows with an empty question: 1"
     )
     assert learns_nothing_or_everything(of_odd) == "", "some of its rows are usual"
     [files, lines, tokens, *_], names = describe_rows(splits.train, _keys(splits.train))
@@ -189,3 +190,46 @@ def _asked(question: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 def _keys(rows: EncodedExamples) -> Any:
     return keys_of_rows([rows.digest_rows()])
+
+
+@pytest.mark.parametrize(
+    ("reads", "ids", "names", "count"),
+    [
+        ("", ("c1", "c2"), None, 0),
+        ("", ("c2", "c1"), None, 1),
+        ("", ("c2", "c2"), None, 0),
+        ("", ("c2", "c1"), ("look", "find"), 1),
+        ("tool_call_id", ("c2", "c1"), None, 0),
+        ("name", ("c2", "c1"), None, 1),
+        ("name", ("c2", "c1"), ("look", "find"), 0),
+        ("name", ("c2", "c1"), ("look", "look"), 1),
+    ],
+)
+def test_results_in_another_order_than_their_calls_are_counted(
+    make_section, write_jsonl, tmp_path, reads, ids, names, count
+):
+    """A template that writes neither ids nor names of results writes them in the order of the file."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}"
+        f"{{% endfor %}}{f'{{{{ m.{reads} }}}}' if reads else ''}<|end|>{{% endfor %}}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    (tmp_path / "own.jinja").write_text(template)
+    calls = [
+        {"type": "function", "id": each, "function": {"name": name, "arguments": {}}}
+        for each, name in (("c1", "find"), ("c2", "look"))
+    ]
+    results = [{"role": "tool", "tool_call_id": each, "content": "no"} for each in ids]
+    results = (
+        [{**turn, "name": name} for turn, name in zip(results, names or ("", ""), strict=True)] if names else results
+    )
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *results,
+        {"role": "assistant", "content": "yes"},
+    ]
+    keys = {"chat_template": str(tmp_path / "own.jinja"), "on_ignored_key": "warn"}
+    splits = encode(make_section(path=write_jsonl([{"messages": turns}]), **keys))
+    (counts,) = count_by_file(splits.train, [])
+    assert (counts["reordered_results"], counts["empty_question"]) == (count, 0)

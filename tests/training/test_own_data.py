@@ -48,6 +48,7 @@ def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_p
     assert (counts["file"], counts["rows"], counts["end_of_turn"], counts["repeated"]) == (str(own), 40, 40, 0)
     counted = f"train: {own}: 40 rows, {counts['tokens']:,} tokens, {counts['target_tokens']:,} with loss (answer "
     assert counted in (folder / "log.txt").read_text()
+    assert f"validation: {own}: 8 rows, " in (folder / "log.txt").read_text()
     held_out = "8 rows held out to validate, so adapter/ will hold the best step, not the last; data.validation=null"
     assert held_out in (folder / "log.txt").read_text()
     result = record(folder)["result"]
