@@ -111,16 +111,14 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
         keys = dict(section.config)
         refuse_unsupported(keys, str(section.path or keys.get("model_type")))
         refuse_oversized(keys, str(section.path or "model.config"))
-        model_type = keys.pop("model_type", None)
-        if model_type is None:
+        if (model_type := keys.pop("model_type", None)) is None:
             raise ModelError("model.config has no model_type. Add one, for example model_type: phi3.")
         config = load_part(section, lambda: AutoConfig.for_model(model_type, **keys))
     else:
         where = locate_model(section)
         keys = read_config_json(section, where)
         refuse_unsupported(keys, section.path or where)
-        copy = describe_split_copy(keys, section.path or where)
-        if copy is not None:
+        if (copy := describe_split_copy(keys, section.path or where)) is not None:
             _log.warning("%s", copy)
         config = load_part(
             section,
@@ -134,6 +132,10 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
             f"{section.path or model_type} is a {config.model_type} model, which transformers does not know as a "
             "causal language model. Give one that predicts the next token, for example microsoft/phi-4."
         )
+    if getattr(config, "layer_types", None) and getattr(config, "sliding_window", 0) is None:
+        from finetune.model.missing_window import refuse_missing_window
+
+        refuse_missing_window(config, str(section.path or config.model_type))
     return config
 
 

@@ -77,8 +77,7 @@ def choose_forward(
     """
     if section.kernels == "reference":
         return Forward(collate=pad, why_not_engine="training.kernels=reference")
-    reason = unsupported_reason(model)
-    if reason is not None:
+    if (reason := unsupported_reason(model)) is not None:
         return Forward(collate=pad, why_not_engine=reason)
     called = called_layers(model)
     # Dropout of the base would draw numbers for padding, which would change the masks of all layers.

@@ -32,6 +32,7 @@ from finetune.limits import is_own_file
 from finetune.model.base import is_half_frozen, prepare_base
 from finetune.model.given_base import refuse_other_base
 from finetune.model.lora import add_lora, trained_in_fp32
+from finetune.model.missing_window import refuse_missing_window
 from finetune.runs.durable import replacing
 from finetune.training.hooks import GIVEN
 from finetune.units import name_first
@@ -151,6 +152,7 @@ def describe_given_model(model: Any) -> dict[str, object]:
             "with model.save_pretrained(FOLDER) and tokenizer.save_pretrained(FOLDER), and give "
             "AutoModelForCausalLM.from_pretrained(FOLDER)."
         )
+    refuse_missing_window(base.config, str(name))
     if getattr(base, "hf_quantizer", None) is not None:
         raise ModelError("the given model is quantized. Give its name in model, and set lora.quantize=nf4.")
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:

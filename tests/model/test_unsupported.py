@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.errors import ModelError
@@ -63,6 +63,20 @@ def test_a_model_that_does_not_work_is_refused_by_name(name: str, tmp_path: Path
     for trust in (False, True):
         with pytest.raises(ModelError, match=rf"^model\.path is {tmp_path}: .*{words}"):
             read_model_config(ModelSection(path=str(tmp_path), trust_remote_code=trust))
+
+
+@pytest.mark.parametrize("model_type", ["ministral", "cohere2", "gemma2"])
+def test_no_window_is_refused_where_transformers_needs_one(model_type: str, tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "head_dim": 16, "pad_token_id": 0}
+    config = {"model_type": model_type, **layers, "sliding_window": None, "max_position_embeddings": 128}
+    with pytest.raises(ModelError, match=f'own {model_type} class .* set "sliding_window": 128: a window as long as'):
+        read_model_config(ModelSection(config=config))
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"{tmp_path} has no sliding window"):
+        read_model_config(ModelSection(path=str(tmp_path)))
+    assert read_model_config(ModelSection(config=config | {"sliding_window": 128})).sliding_window == 128
+    qwen = read_model_config(ModelSection(config=config | {"model_type": "qwen3"}))  # its class needs none
+    assert qwen.sliding_window is None
 
 
 def test_a_configuration_in_a_run_file_is_looked_at_too() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import Adafactor, AutoModelForCausalLM
+from transformers import Adafactor, AutoModelForCausalLM, Cohere2Config
 
 import finetune
 from finetune.config.config_files import resolve_shipped
@@ -37,7 +37,7 @@ from finetune.training.optim import build_optimizer, set_learning_rate, trainabl
 from finetune.training.own_code import call_callbacks, fingerprint_code
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched
-from tests.tiny_models import build_tiny, tiny_phi3_config
+from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config
 from tests.training.own_code import ROWS, length, smoothed
 
 SCRIPT = Path(__file__).with_name("own_code.py")
@@ -383,6 +383,10 @@ def test_a_model_that_the_configuration_cannot_describe_is_refused():
         describe_given_model(nameless)
     nameless.config._name_or_path = "somewhere"
     assert describe_given_model(nameless) == {"model.path": "somewhere"}
+    windowless = build_tiny(Cohere2Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 2))
+    windowless.config._name_or_path = "there"
+    with pytest.raises(ModelError, match='there has no sliding window .* set "sliding_window"'):
+        describe_given_model(windowless)
     nameless.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(ModelError, match="spread over several devices"):
         describe_given_model(nameless)
