@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import LoraSection
 
 _log = logging.getLogger(__name__)
-_OF_AN_ADAPTER = (".lora_", ".trainable_tokens_", ".modules_to_save.")
+OF_AN_ADAPTER = (".lora_", ".trainable_tokens_", ".modules_to_save.")
 """Parts of the names of PEFT's own weights."""
 _VALUES_OF_AN_END = 256
 
@@ -132,7 +132,7 @@ def fingerprint_base(model: torch.nn.Module, section: LoraSection) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         is_changed = section.init != "default" and ".base_layer." in name
-        if not any(part in name for part in _OF_AN_ADAPTER) and weight.is_floating_point() and not is_changed:
+        if not any(part in name for part in OF_AN_ADAPTER) and weight.is_floating_point() and not is_changed:
             values = weight.detach().reshape(-1)
             ends = torch.cat([values[:_VALUES_OF_AN_END], values[-_VALUES_OF_AN_END:]]).cpu().view(torch.uint8)
             digest.update(f"{name} {weight.dtype} {list(weight.shape)} ".encode() + ends.numpy().tobytes())

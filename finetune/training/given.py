@@ -31,7 +31,7 @@ from finetune.fallbacks import Fallback, Fallbacks
 from finetune.limits import is_own_file
 from finetune.model.base import is_half_frozen, prepare_base
 from finetune.model.given_base import refuse_other_base
-from finetune.model.lora import add_lora, trained_in_fp32
+from finetune.model.lora import OF_AN_ADAPTER, add_lora, trained_in_fp32
 from finetune.model.missing_window import refuse_missing_window
 from finetune.runs.durable import replacing
 from finetune.training.hooks import GIVEN
@@ -239,6 +239,7 @@ def _describe_adapter(model: Any) -> dict[str, object]:
         )
     if any(getattr(module, "merged", False) for module in model.modules()):
         raise ModelError("the adapter of the given model is merged into its base. Call model.unmerge_adapter() before.")
+    _refuse_partly_frozen(model)
     adapter = adapters["default"]
     unknown = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in _SAY_NOTHING | _KEYS.keys()]
     plain = LoraConfig()
@@ -258,6 +259,29 @@ def _describe_adapter(model: Any) -> dict[str, object]:
             "or describe the adapter with lora.* keys and give only the base."
         )
     return {key: _value(adapter, name) for name, key in _KEYS.items()}
+
+
+def _refuse_partly_frozen(model: Any) -> None:
+    """Refuse a PEFT model whose adapter trains in part, or whose base trains beside it.
+
+    PEFT unfreezes all of an adapter whenever the adapter is switched off and on again, as to measure the base, and an
+    adapter's file holds no weight of the base.
+    """
+    weights = list(model.named_parameters())
+    of_adapter = [(name, weight) for name, weight in weights if any(part in name for part in OF_AN_ADAPTER)]
+    if frozen := [name for name, weight in of_adapter if not weight.requires_grad]:
+        raise ModelError(
+            f"{len(frozen)} of {len(of_adapter)} tensors of the given adapter are frozen ({name_first(frozen, 3)}), "
+            "but a run trains all of an adapter. Set requires_grad=True for them, or leave their layers out of the "
+            "adapter's target_modules."
+        )
+    names = {name for name, _ in of_adapter}
+    if trained := [name for name, weight in weights if weight.requires_grad and name not in names]:
+        raise ModelError(
+            f"{len(trained)} tensors of the given adapter's base have requires_grad=True ({name_first(trained, 3)}), "
+            "but a run trains the adapter alone, and its files hold nothing else. Set requires_grad=False for them, or "
+            "train whole layers with modules_to_save in the adapter's LoraConfig."
+        )
 
 
 def _value(adapter: LoraConfig, name: str) -> object:

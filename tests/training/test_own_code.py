@@ -402,6 +402,17 @@ def test_a_model_that_the_configuration_cannot_describe_is_refused():
     adapted = get_peft_model(nameless, LoraConfig(r=2, target_modules=["qkv_proj"], bias="lora_only"))
     with pytest.raises(ModelError, match="has bias='lora_only', which no key"):
         describe_given_model(adapted)
+    weights = {name.partition("layers.0.")[2]: weight for name, weight in adapted.named_parameters()}
+    weights["self_attn.qkv_proj.lora_A.default.weight"].requires_grad_(False)
+    with pytest.raises(ModelError, match=r"1 of 4 tensors of the given adapter are frozen \(.*qkv_proj\.lora_A"):
+        describe_given_model(adapted)
+    weights["self_attn.qkv_proj.lora_A.default.weight"].requires_grad_(True)
+    weights["input_layernorm.weight"].requires_grad_(True)
+    with pytest.raises(
+        ModelError, match=r"1 tensors of the given adapter's base have requires_grad=True \(.*layernorm"
+    ):
+        describe_given_model(adapted)
+    weights["input_layernorm.weight"].requires_grad_(False)
     adapted.merge_adapter()
     with pytest.raises(ModelError, match=r"is merged into its base\. Call model\.unmerge_adapter\(\)"):
         describe_given_model(adapted)
