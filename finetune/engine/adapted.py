@@ -95,8 +95,8 @@ def unknown_linear(module: Any) -> str | None:
 def hook_reason(module: nn.Module) -> str | None:
     """Name hooks or a replaced forward, which only a call of the module would run; None if there are none."""
     hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
-    if any(_GRADIENT_HOOK not in getattr(hook, "__qualname__", "") for hook in hooks):
-        return "hooks"
+    if others := [hook for hook in hooks if _GRADIENT_HOOK not in getattr(hook, "__qualname__", "")]:
+        return str(getattr(others[0], "setting", "hooks"))
     return "a forward that was replaced" if "forward" in vars(module) else None
 
 

@@ -12,6 +12,7 @@ from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model, family_
 from finetune.engine.mlp import ACTIVATIONS
 
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
+_SETTINGS = {"TrainableTokensLayer": " (lora.new_tokens)"}
 _OWN = "finetune.engine.host_embedding"
 _OF_TRANSFORMERS = "transformers.models."
 _LACKING = {
@@ -130,11 +131,10 @@ def _module_reasons(name: str, module: nn.Module, of_model: str, linears: frozen
         if unknown:
             yield f"{name} is {unknown}"
         return
-    hooks = hook_reason(module)
-    if hooks:
+    if hooks := hook_reason(module):
         yield f"{name or 'its decoder'} has {hooks}"
     if type(module) in _PLAIN_TYPES or type(module).__module__.startswith((of_model, "transformers.activations", _OWN)):
         for child_name, child in module.named_children():
             yield from _module_reasons(f"{name}.{child_name}".lstrip("."), child, of_model, linears)
     else:
-        yield f"{name} is a {type(module).__name__}"
+        yield f"{name} is a {type(module).__name__}{_SETTINGS.get(type(module).__name__, '')}"

@@ -31,5 +31,6 @@ def add_embedding_noise(model: Any, alpha: float) -> RemovableHandle:
         noise = torch.empty_like(embedded).uniform_(-bound, bound)
         return embedded + noise
 
+    noisy.setting = "noise (training.neftune_alpha)"  # type: ignore[attr-defined]  # read by `hook_reason`
     handle: RemovableHandle = bare_model(model).get_input_embeddings().register_forward_hook(noisy)
     return handle

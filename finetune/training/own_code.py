@@ -11,12 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.errors import ConfigError, RunFailedError
+from finetune.errors import ConfigError, ModelError, RunFailedError
 from finetune.inference.answers import METRICS
 from finetune.runs.metrics import FORGOTTEN, OF_EVERY_VALIDATION
+from finetune.runs.model_files import has_adapter
 from finetune.signals import Terminated
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -84,11 +86,13 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, na
 
     Raises:
         RunFailedError: one fails, on any rank.
+        ModelError: one changes more of the model than the values of its weights, on any rank.
     """
     import torch
 
     error: Exception | None = None
     answers: set[str] = set()
+    before = None if runtime.placement.shard_size is not None else _forms_of(model)  # sharding exchanges weights
     modes = [(module, module.training) for module in model.modules()]
     for callback in callbacks:
         method = getattr(callback, name, None)
@@ -106,7 +110,12 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, na
             kind = type(raised).__name__
             error = RunFailedError(f"the callback {where} raised {kind}: {raised}. Correct it{instead}.")
             continue
-        if isinstance(answer, str) and answer in _REQUESTS:
+        if before is not None and (change := _change_of(before, model)):
+            error = ModelError(
+                f"the callback {where} changed the model that trains: {change}. Undo this before the callback returns, "
+                "or change a copy (copy.deepcopy)."
+            )
+        elif isinstance(answer, str) and answer in _REQUESTS:
             answers.add(answer)
         elif answer is not None:
             error = RunFailedError(f'{where} returned {answer!r}; expected None, "stop" or "save". Correct it.')
@@ -118,6 +127,50 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, na
     if failed:
         runtime.collectives.agree(error, f"a callback's {name}")
     return {request for request, number in zip(_REQUESTS, counts, strict=True) if number}
+
+
+class _Form(NamedTuple):
+    """What a callback may not change of a weight, or of a layer's adapters."""
+
+    identity: int
+    dtype: object
+    shape: tuple[int, ...]
+    trains: bool
+
+
+def _forms_of(model: Any) -> dict[str, _Form]:
+    """Describe each weight, and of each layer with adapters how many are merged and whether they are switched off."""
+    forms = {
+        name: _Form(id(weight), weight.dtype, tuple(weight.shape), weight.requires_grad)
+        for name, weight in model.named_parameters()
+    }
+    for name, module in model.named_modules():
+        if hasattr(module, "merged_adapters"):
+            forms[name] = _Form(id(module), None, (len(module.merged_adapters), int(module.disable_adapters)), False)
+    return forms
+
+
+def _change_of(before: Mapping[str, _Form], model: Any) -> str:
+    """Say what a callback changed in a model; empty if nothing.
+
+    Without an adapter, a callback may freeze some weights. PEFT unfreezes those of an adapter when it switches it on.
+    """
+    after = _forms_of(model)
+    common = [name for name in before if name in after]
+    frozen = [name for name in common if before[name].trains and not after[name].trains]
+    may_freeze = not has_adapter(model) and any(form.trains for form in after.values())
+    changes = {
+        "are missing": [name for name in before if name not in after],
+        "are new": [name for name in after if name not in before],
+        "are other objects": [name for name in common if before[name].identity != after[name].identity],
+        "have another dtype": [name for name in common if before[name].dtype != after[name].dtype],
+        "have another shape, are merged or are switched off": [
+            name for name in common if before[name].shape != after[name].shape
+        ],
+        "are frozen": [] if may_freeze else frozen,
+        "are no longer frozen": [name for name in common if after[name].trains and not before[name].trains],
+    }
+    return next((f"{len(names)} {what} ({name_first(names, 3)})" for what, names in changes.items() if names), "")
 
 
 def _check_callback(callback: object) -> None:

@@ -198,7 +198,8 @@ def test_the_forward_is_the_one_that_training_chooses(words):
         return make_plan(config, replace(find_device("cpu"), precision="bf16")).forward
 
     assert forward("training.method=full") == "the engine's own"
-    assert forward("training.neftune_alpha=5") == "transformers' own on padded rows: embed_tokens has hooks"
+    noise = "embed_tokens has noise (training.neftune_alpha)"
+    assert forward("training.neftune_alpha=5") == f"transformers' own on padded rows: {noise}"
     assert forward("training.kernels=reference") == "transformers' own on padded rows: training.kernels=reference"
     called = make_plan(load_config([*words, "lora.dora=true"]), find_device("cpu"))
     assert called.forward == "the engine's own, which calls 8 linear layers as PEFT made them (DoRA)"

@@ -87,7 +87,7 @@ def test_an_evaluation_sees_no_noise_and_nothing_of_it_is_saved():
 
 
 def test_the_engine_leaves_such_a_model_to_its_own_forward():
-    assert unsupported_reason(noisy_model()) == "embed_tokens has hooks"
+    assert unsupported_reason(noisy_model()) == "embed_tokens has noise (training.neftune_alpha)"
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ WORDS = ["training.neftune_alpha=5", "lora.r=4", "optim.learning_rate=1e-2"]
 def test_a_run_trains_and_goes_on_exactly_after_a_break(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "whole"), *WORDS]
     train(words)
-    assert "has hooks" in record(tmp_path / "whole")["fallbacks"][0]["why"]
+    assert "has noise (training.neftune_alpha)" in record(tmp_path / "whole")["fallbacks"][0]["why"]
     refuse_to_differ_after_a_break(words, tmp_path / "whole", tmp_path / "broken")
     train([*words, f"output_dir={tmp_path / 'quiet'}", "training.neftune_alpha=0"])
     assert curve(tmp_path / "quiet")[0]["loss"] != curve(tmp_path / "whole")[0]["loss"]

@@ -283,9 +283,72 @@ def test_a_callback_that_returns_something_else_is_named(answer):
     def agree(error, _):
         raise error
 
-    collectives = SimpleNamespace(sum=list, agree=agree)
     with pytest.raises(RunFailedError, match=r'Answers\.on_step returned .*; expected None, "stop" or "save"'):
-        call_callbacks(SimpleNamespace(collectives=collectives), [Answers()], torch.nn.Linear(1, 1), "on_step", None)
+        call_callbacks(alone(agree), [Answers()], torch.nn.Linear(1, 1), "on_step", None)
+
+
+CHANGES = {
+    "half": lambda model: model.half(),
+    "merge": lambda model: model.merge_adapter(),
+    "unload": lambda model: model.unload(),
+    "switch off": lambda model: model.disable_adapter_layers(),
+    "freeze": lambda model: next(adapter_weights(model)).requires_grad_(False),
+    "unfreeze": lambda model: model.requires_grad_(True),
+    "add": lambda model: model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"])),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("half", r"\d+ have another dtype"),
+        ("merge", "2 have another shape, are merged or are switched off"),
+        ("unload", r"\d+ are missing \(.*lora_A"),
+        ("switch off", "2 have another shape, are merged or are switched off"),
+        ("freeze", r"1 are frozen \(.*lora_A"),
+        ("unfreeze", r"\d+ are no longer frozen"),
+        ("add", r"2 are missing \(.*o_proj"),
+    ],
+)
+def test_a_callback_that_changes_more_of_the_model_than_values_is_named(change, what):
+    class Changes:
+        def on_step(self, model):
+            CHANGES[change](model)
+
+    def agree(error, _):
+        raise error
+
+    model = get_peft_model(build_tiny(tiny_phi3_config()), LoraConfig(r=2, target_modules=["qkv_proj"]))
+    with pytest.raises(ModelError, match=rf"Changes\.on_step changed the model that trains: {what}"):
+        call_callbacks(alone(agree), [Changes()], model, "on_step", model)
+
+
+def test_a_callback_may_look_at_the_base_and_at_merged_weights_and_freeze_a_part_of_a_model():
+    class Looks:
+        def on_step(self, model):
+            with model.disable_adapter():
+                pass
+            model.merge_adapter()
+            model.unmerge_adapter()
+
+    class Freezes:
+        def on_step(self, model):
+            next(model.parameters()).requires_grad_(False)
+
+    model = get_peft_model(build_tiny(tiny_phi3_config()), LoraConfig(r=2, target_modules=["qkv_proj"]))
+    assert call_callbacks(alone(), [Looks()], model, "on_step", model) == set()
+    whole = torch.nn.Linear(2, 2)
+    assert call_callbacks(alone(), [Freezes()], whole, "on_step", whole) == set()
+
+
+def adapter_weights(model):
+    return (weight for name, weight in model.named_parameters() if "lora_A" in name)
+
+
+def alone(agree=None):
+    """Return what `call_callbacks` uses of a runtime of one process."""
+    collectives = SimpleNamespace(sum=list, agree=agree)
+    return SimpleNamespace(collectives=collectives, placement=SimpleNamespace(shard_size=None))
 
 
 def test_a_model_that_a_callback_leaves_in_evaluation_mode_trains_on_with_dropout():
@@ -297,7 +360,7 @@ def test_a_model_that_a_callback_leaves_in_evaluation_mode_trains_on_with_dropou
             model.eval()
             model[1].train()
 
-    call_callbacks(SimpleNamespace(collectives=SimpleNamespace(sum=list)), [Evaluates()], model, "on_step", None)
+    call_callbacks(alone(), [Evaluates()], model, "on_step", None)
     assert [model.training, model[0].training, model[1].training] == [True, True, False]
 
 
@@ -385,7 +448,7 @@ def test_a_model_that_the_configuration_cannot_describe_is_refused():
     assert describe_given_model(nameless) == {"model.path": "somewhere"}
     windowless = build_tiny(Cohere2Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 2))
     windowless.config._name_or_path = "there"
-    with pytest.raises(ModelError, match='there has no sliding window .* set "sliding_window"'):
+    with pytest.raises(ModelError, match=r'there has no sliding window .* set "sliding_window"'):
         describe_given_model(windowless)
     nameless.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(ModelError, match="spread over several devices"):
