@@ -11,6 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from finetune.model.base import longrope_boundary
+
 if TYPE_CHECKING:
     from finetune.inference.sampling import Draw
 
@@ -24,7 +26,34 @@ def continue_by_transformers(
     is_sharded: bool,
     model: Any,
 ) -> list[list[int]]:
-    """Answer a batch with transformers' `generate`."""
+    """Answer a batch with transformers' `generate`.
+
+    The first token that takes the long factors of LongRoPE begins a new call, since the cache is computed with the
+    short ones. A prompt whose answer may come so far is the only one of its batch.
+    """
+    boundary, longest = longrope_boundary(model), max(map(len, batch))
+    room_before = room if boundary is None or longest > boundary else min(room, boundary + 1 - longest)
+    call = partial(_generate, model, stop_ids=stop_ids, is_sharded=is_sharded)
+    answers = call(batch, room_before, draw=draw, on_token=on_token)
+    if room_before < room and answers[0][-1] not in stop_ids:
+        (rest,) = call([[*batch[0], *answers[0]]], room - room_before, draw=draw, on_token=on_token)
+        return [[*answers[0], *rest]]
+    if is_sharded and boundary is not None:
+        call(batch, 1, draw=None, on_token=None)  # the answer of another rank may go on, which needs all ranks
+    return answers
+
+
+def _generate(
+    model: Any,
+    batch: Sequence[Sequence[int]],
+    room: int,
+    *,
+    stop_ids: Sequence[int],
+    is_sharded: bool,
+    draw: Draw | None,
+    on_token: Callable[[int], object] | None,
+) -> list[list[int]]:
+    """Call `generate` for at most `room` tokens."""
 
     def pass_on(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if on_token is not None:

@@ -183,6 +183,26 @@ def test_a_longrope_model_never_shares_a_batch_across_its_boundary(longrope_mode
     assert together == [answer[: (answer + NO_STOP).index(63)] for answer in expected]
 
 
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.7)])
+def test_transformers_computes_the_cache_anew_at_the_boundary_of_longrope(sampling):
+    # The class of Phi-3 does so itself; those of other types do not.
+    model = build_tiny(tiny_phi_config(rope_parameters=LONGROPE, initializer_range=0.5))
+    prompts = [PROMPTS[0][:1] * 4, [*PROMPTS[1], *PROMPTS[0]][:9], [5] * BOUNDARY, [5] * (BOUNDARY + 1)]
+    one, other = (
+        generate_answers(
+            model,
+            prompts,
+            Decoding(stop_ids=NO_STOP, max_new_tokens=12, sampling=sampling, by_transformers=by_transformers),
+            batch_size=2,
+        )
+        for by_transformers in (False, True)
+    )
+    assert one == other
+    if sampling is None:
+        expected = [most_likely(model, prompt, 12) for prompt in prompts]
+        assert other == [answer[: (answer + NO_STOP).index(63)] for answer in expected]
+
+
 @pytest.mark.parametrize(("layer", "dtype"), [("norm", "bf16"), ("lm_head", "fp16"), ("embed_tokens", "bf16")])
 def test_a_layer_trained_whole_in_fp32_answers_beside_weights_in_16_bits(layer, dtype):
     model = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2, modules_to_save=[layer]))
