@@ -5,15 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.utils.deterministic
 
 from finetune.errors import LaunchError
 from finetune.units import ceil_div
@@ -24,7 +21,6 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of frozen weights and of products."""
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
@@ -133,30 +129,17 @@ def _release_pages(weight: torch.Tensor, files: Sequence[range]) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, last - first)), mmap.MADV_DONTNEED)
 
 
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Make torch compute the same bits every time inside the block. On CUDA, other operations are an error."""
-    workspace = os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # without a fixed workspace, torch refuses all products on CUDA
-    settings: Any = torch.utils.deterministic
-    fills_memory = settings.fill_uninitialized_memory
-    was_enabled = torch.are_deterministic_algorithms_enabled()
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings.fill_uninitialized_memory = False  # takes time, and only shows reads of memory that was never written
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_enabled, warn_only=only_warned)
-        settings.fill_uninitialized_memory = fills_memory
-        if workspace is None:
-            os.environ.pop(_WORKSPACE, None)
+def rounded_products() -> dict[str, str]:
+    """Return the type to which torch was told to round the factors of products in fp32, by device; empty if to none."""
+    backends: Any = torch.backends
+    types = {"cuda": backends.cuda.matmul.fp32_precision, "cpu": backends.mkldnn.matmul.fp32_precision}
+    return {device: name for device, name in types.items() if name not in ("none", "ieee")}
 
 
-def refuse_modes(*, trains: bool) -> None:
+def refuse_modes(*, trains: bool, is_launched: bool = False) -> None:
     """Raise LaunchError for a mode of torch around the caller that would change the numbers of a run, or stop it.
 
-    Without `trains`, gradients may be off.
+    Without `trains`, gradients may be off. A launch sets the precision of products, so it is refused only inside one.
     """
     default = torch.get_default_device()
     device_types = {"cpu", default.type, accelerator_type() or "cpu"} - {"meta"}
@@ -164,6 +147,7 @@ def refuse_modes(*, trains: bool) -> None:
         "torch.autocast": any(map(torch.is_autocast_enabled, device_types)),
         f"torch.set_default_dtype({torch.get_default_dtype()})": torch.get_default_dtype() != torch.float32,
         f"torch.set_default_device({str(default)!r})": default.type != "cpu",
+        "torch.set_float32_matmul_precision": is_launched and bool(rounded_products()),
         "torch.inference_mode": trains and torch.is_inference_mode_enabled(),
         "torch.no_grad": trains and not torch.is_grad_enabled(),
     }

@@ -27,7 +27,7 @@ from finetune.distributed.ddp_init import (
     joined_environment,
     joined_fallbacks,
 )
-from finetune.distributed.device import accelerator_type, deterministic_algorithms, refuse_modes
+from finetune.distributed.device import accelerator_type, refuse_modes, rounded_products
 from finetune.distributed.environment import (
     LaunchEnvironment,
     given_address,
@@ -125,7 +125,7 @@ def _join_and_leave(config: Config, trains: bool, log_level: int, is_nested: boo
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
         leaving.enter_context(kernels_kept_in(_folder_of_kernels(config)))
-        leaving.enter_context(deterministic_algorithms() if config.training.deterministic else nullcontext())
+        leaving.enter_context(_torch_settings(deterministic=config.training.deterministic))
         _refuse_what_mps_lacks(config, context.device)
         runtime = Runtime(context, environment, fallbacks, config, launcher_settings)
         try:
@@ -189,6 +189,15 @@ def _stopped_in_set_up() -> PreemptedError:
     return PreemptedError(
         f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
     )
+
+
+def _torch_settings(*, deterministic: bool) -> AbstractContextManager[None]:
+    """Return a block in which torch computes as the configuration says, and after which its settings are as before."""
+    if not deterministic and not rounded_products():
+        return nullcontext()
+    from finetune.distributed.torch_settings import torch_settings_of_run
+
+    return torch_settings_of_run(deterministic=deterministic)
 
 
 def _folder_of_kernels(config: Config) -> Path:

@@ -203,7 +203,7 @@ class Trainer:
                 "at the weights of the first one and overwrite its record. Launch again and make another trainer, with "
                 "resume=auto to continue the run or with another output_dir."
             )
-        refuse_modes(trains=True)
+        refuse_modes(trains=True, is_launched=True)
 
     def _profiler(self, state: TrainerState, cadence: Cadence) -> AbstractContextManager[Sequence[StepProfiler]]:
         num_profiled = self.config.training.profile

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from finetune.config.schema import Config
+from finetune.distributed.device import refuse_modes
 from finetune.distributed.launch import launch
 from finetune.engine.fused import is_fused, replays_answers, switch_fused, switch_replays
 from finetune.errors import LaunchError
@@ -106,3 +107,41 @@ def test_only_training_needs_gradients(tmp_path, mode):
             launch(config(tmp_path)).__enter__()
         with launch(config(tmp_path), trains=False):
             pass
+
+
+def read_precision() -> tuple[str, str, str]:
+    try:
+        of_all = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        of_all = "differs"
+    return of_all, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+@pytest.fixture
+def exact_products():
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("by_device", [False, True])
+def test_a_launch_does_not_round_products_and_gives_the_setting_back(tmp_path, by_device, capsys):
+    if by_device:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    else:
+        torch.set_float32_matmul_precision("medium")
+    before = read_precision()
+    for trains in (True, False):
+        with launch(config(tmp_path), trains=trains):
+            assert read_precision() == ("highest", "ieee", "ieee")
+        assert read_precision() == before
+        assert "bf16 on cpu). This run does not" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_a_launched_run_refuses_rounded_products(tmp_path):
+    with launch(config(tmp_path)):
+        refuse_modes(trains=True, is_launched=True)
+        torch.set_float32_matmul_precision("high")
+        with pytest.raises(LaunchError, match=r"torch\.set_float32_matmul_precision is in force"):
+            refuse_modes(trains=True, is_launched=True)

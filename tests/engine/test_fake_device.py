@@ -13,8 +13,8 @@ import torch
 
 from finetune.config.schema import Config, LoraSection, PreferenceSection
 from finetune.data.batches import pad
-from finetune.distributed.device import deterministic_algorithms
 from finetune.distributed.launch import launch
+from finetune.distributed.torch_settings import deterministic_algorithms
 from finetune.engine import products
 from finetune.engine.decoder import bare_model
 from finetune.engine.fused import switch_fused

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.distributed.device import deterministic_algorithms
+from finetune.distributed.torch_settings import deterministic_algorithms
 from finetune.engine import replayed as replayed_steps
 from finetune.engine.fused import replayed_or_not
 from finetune.inference import decoding
