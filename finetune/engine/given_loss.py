@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -69,15 +69,17 @@ def summed_given_loss(
     return total
 
 
-def refuse_no_sum(function: GivenLoss, num_logits: int, device: torch.device) -> None:
+def refuse_no_sum(
+    function: GivenLoss, num_logits: int, device: torch.device, *, of_model: Iterable[torch.Tensor] = ()
+) -> None:
     """Refuse a loss that is not the sum over its target tokens, or has no gradient, on a few random logits.
 
     The trainer divides by the number of target tokens of the whole global batch. If the function returned a mean, the
-    loss would depend on how the batch is split.
+    loss would depend on how the batch is split. It trains the weights `of_model`, and no weights of the function.
 
     Raises:
         ConfigError: the loss of all targets differs from the sum of the losses of two parts, is not finite, or does
-            not depend on the logits, or the function fails.
+            not depend on the logits, or the function fails or has weights of its own that get a gradient.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_TRIED_TARGETS, num_logits, generator=generator).to(device)
@@ -98,6 +100,13 @@ def refuse_no_sum(function: GivenLoss, num_logits: int, device: torch.device) ->
             f"{'no gradient' if math.isfinite(total) else 'no finite value'}. It must return the sum over the targets, "
             "computed from the logits and not detached from them."
         )
+    known = {id(logits), *map(id, of_model)}
+    if own := [leaf for leaf in _leaves(loss) if id(leaf) not in known]:
+        raise ConfigError(
+            f"the loss function has weights of its own that require a gradient, such as one of shape "
+            f"{tuple(own[0].shape)}. A run trains only the weights of its model, so they would stay as they are. Train "
+            "them elsewhere and call requires_grad_(False) on them."
+        )
     with torch.no_grad():
         parts = [float(_checked(function(logits[rows].clone(), targets[rows]))) for rows in (slice(2), slice(2, None))]
     if not abs(total - sum(parts)) <= _MOST_DIFFERENCE * max(1.0, abs(total)):
@@ -106,6 +115,20 @@ def refuse_no_sum(function: GivenLoss, num_logits: int, device: torch.device) ->
             "targets in two parts. It must return the sum over the targets that it is given, not their mean: use "
             'reduction="sum". The trainer divides by the number of targets of the whole global batch.'
         )
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that would get a gradient in the backward pass of a loss."""
+    leaves: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [earlier for earlier, _ in node.next_functions]
+            leaves += [node.variable] if type(node).__name__ == "AccumulateGrad" else []
+    return leaves
 
 
 def _checked(loss: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ class Hooks:
         if self.loss is not None:
             from finetune.engine.given_loss import refuse_no_sum
 
-            refuse_no_sum(self.loss, len(model.get_output_embeddings().weight), device)
+            refuse_no_sum(self.loss, len(model.get_output_embeddings().weight), device, of_model=model.parameters())
 
     def fingerprints(self, config: Config) -> dict[str, str]:
         """Describe the code that decides about the updates and their measure. A resumed run must have the same."""
