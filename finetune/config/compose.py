@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
+from typing import Any
 
 from finetune.config.checks import build_config, refuse_code_of_files
 from finetune.config.config_files import (
@@ -56,10 +57,10 @@ _CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
 def load_config(
     overrides: Sequence[str] | Mapping[str, object] = (),
     *,
-    run: str | None = None,
-    model: str | None = None,
-    data: str | None = None,
-    task: str | None = None,
+    run: str | Path | None = None,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    task: str | Path | None = None,
 ) -> Config:
     """Compose the complete configuration of a run from overrides, and check it.
 
@@ -74,13 +75,13 @@ def load_config(
     Raises:
         ConfigError: with every problem found, one per line.
     """
-    chosen = {group: name for group, name in (("model", model), ("data", data), ("task", task)) if name}
-    if not (isinstance(overrides, list) and all(isinstance(each, str) for each in overrides)):
-        from finetune.config.python_values import overrides_of
+    named: Any = {key: name for key, name in (("run", run), ("model", model), ("data", data), ("task", task)) if name}
+    if not (isinstance(overrides, list) and all(isinstance(each, str) for each in (*overrides, *named.values()))):
+        from finetune.config.python_values import names_of, overrides_of
 
-        overrides = overrides_of(overrides)
+        overrides, named = overrides_of(overrides), names_of(named)
     origin = COMMAND_LINE if set(overrides) <= set(sys.argv) else SCRIPT
-    return compose(overrides, run=run, defaults=chosen, origin=origin)
+    return compose(overrides, run=named.pop("run", None), defaults=named, origin=origin)
 
 
 def compose(

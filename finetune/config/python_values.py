@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,18 @@ def read_dict(values: Mapping[str, object], origin: str, problems: list[str]) ->
     counts = Counter(setting.dotted for setting in settings)
     problems += [f"{origin}: {key}: given twice. Keep one of the two." for key, n in counts.items() if n > 1]
     return settings
+
+
+def names_of(arguments: Mapping[str, object]) -> dict[str, str]:
+    """Return the names and paths that arguments give, as text.
+
+    Raises:
+        ConfigError: one is neither a name nor a path.
+    """
+    for argument, name in arguments.items():
+        if not isinstance(name, (str, os.PathLike)):
+            raise ConfigError(f"{argument} is {name!r}; expected a name or a path.")
+    return {argument: str(name) for argument, name in arguments.items()}
 
 
 def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:

@@ -165,6 +165,10 @@ def check_fit(config: Config, model: Any, splits: Any) -> None:
     from finetune.training.optim import build_optimizer
 
     has_adapter = hasattr(model, "peft_config")
+    if has_adapter and not hasattr(model, "get_base_model"):
+        from finetune.training.given import describe_given_model
+
+        describe_given_model(model)  # raises: the adapter is in the layers of a model without PEFT's class around it
     if has_adapter != (config.training.method == "lora"):
         raise ConfigError(
             f"training.method is {config.training.method} ({config.origin('training.method')}) but the model "

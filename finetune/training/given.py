@@ -19,7 +19,7 @@ from finetune.config.compose import compose
 from finetune.config.config_files import local_path
 from finetune.config.key_advice import did_you_mean, did_you_mean_key
 from finetune.config.keys import fields, values
-from finetune.config.python_values import overrides_of
+from finetune.config.python_values import names_of, overrides_of
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
@@ -102,7 +102,7 @@ def configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mappi
     has_rows = data is not None and not isinstance(data, (str, os.PathLike))
     if data is not None and not has_rows:
         arguments.append(f"data={os.fspath(data)}")
-    config = compose(arguments, defaults={"task": task}, needs_data=not has_rows, origin=SCRIPT)
+    config = compose(arguments, defaults=names_of({"task": task}), needs_data=not has_rows, origin=SCRIPT)
     if has_rows:
         if config.data.label:
             raise ConfigError(f"data is given as rows, but the overrides name {config.data.label}. Give one of them.")
@@ -125,6 +125,9 @@ def describe_given_model(model: Any) -> dict[str, object]:
     Raises:
         ModelError: the configuration cannot describe the model, or its layers hold the adapter of an earlier run.
     """
+    from torch.nn import Module
+    from transformers import PreTrainedModel
+
     if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
         raise ModelError(
             "the given model already has an adapter in its layers: an earlier run or get_peft_model added it. Load the "
@@ -133,7 +136,7 @@ def describe_given_model(model: Any) -> dict[str, object]:
         )
     if hasattr(model, "_orig_mod"):
         raise ModelError("the given model is compiled (torch.compile). Give the model itself, which finetune computes.")
-    if getattr(model, "config", None) is None or not callable(getattr(model, "get_input_embeddings", None)):
+    if not isinstance(model, Module) or not isinstance(bare_model(model), PreTrainedModel):
         raise ModelError(
             f"model is {type(model).__name__}; expected a name or a path, a transformers model, or a PEFT model."
         )

@@ -16,6 +16,7 @@ from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
 from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
+from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
 from finetune.model.base import checkpoint_gradients, states_in_4_bits
 from finetune.model.lora import fingerprint_base, without_adapter
@@ -100,7 +101,9 @@ def check_config(
     Raises:
         ConfigError: no run can have this configuration.
     """
-    hooks = hooks or Hooks()
+    hooks = Hooks() if hooks is None else hooks
+    if not isinstance(hooks, Hooks):
+        raise ConfigError(f"hooks is {hooks!r}; expected Hooks(loss=…, metrics=…, optimizer=…, callbacks=…).")
     hooks.check(config)
     check_settings(hooks.config(config), runtime)
     if config.data.keep is not None or config.early_stopping.max_forgotten is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.config.schema import Config
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.config.schema import Config
     from finetune.engine.given_loss import GivenLoss
     from finetune.inference.answers import Metric
     from finetune.inference.scores import Evaluation
@@ -95,7 +95,7 @@ def train(
         from finetune.training.given import configure
 
         config = configure(model, data, task, overrides)
-    elif isinstance(config, (str, Mapping)) or model is not None or data is not None or overrides:
+    elif not isinstance(config, Config) or model is not None or data is not None or overrides:
         takes = "a configuration from load_config as its first argument, or model=, data= and overrides= by name"
         raise ConfigError(f"train takes {takes}. Give one of the two.")
     if read_environment(os.environ).world_size == 1:  # several ranks check after they have met: none waits for another

@@ -96,7 +96,7 @@ class Trainer:
     ) -> None:
         refuse_ignored_methods(self)
         self._begun = time.monotonic()
-        hooks = hooks or Hooks()
+        hooks = Hooks() if hooks is None else hooks
         checked = checked or check_config(config, hooks, runtime=runtime)
         self._setup = set_up(runtime, checked, model, tokenizer, splits, hooks)
         self.runtime = runtime

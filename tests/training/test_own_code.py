@@ -30,6 +30,7 @@ from finetune.inference.finished_run import find_run
 from finetune.model.base import train_first_half
 from finetune.replay.steps import replay_config
 from finetune.runs.recorded_run import RecordedRun
+from finetune.training.checks import check_fit
 from finetune.training.given import check_given_base, configure, describe_given_model
 from finetune.training.given_optimizer import same_optimizer
 from finetune.training.hooks import Hooks
@@ -818,7 +819,7 @@ def test_hooks_that_would_be_ignored_are_refused(given, message, words):
 def test_one_description_of_a_run_is_enough(monkeypatch):
     monkeypatch.setattr("finetune.training.train.launch", lambda _: pytest.fail("it trained"))
     config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
-    for first in (config, "phi_tiny", {"model": "phi_tiny"}):
+    for first in (config, "phi_tiny", {"model": "phi_tiny"}, 3, Path("run.yaml")):
         with pytest.raises(ConfigError, match=r"train takes a configuration from load_config .* Give one of the two"):
             finetune.train(first, data=ROWS)
     with pytest.raises(ConfigError, match="data is given as rows, but the overrides name"):
@@ -840,6 +841,49 @@ def test_a_loss_that_no_weight_can_learn_from_is_refused(loss, message):
     with pytest.raises(ConfigError, match=message):
         refuse_no_sum(loss, 8, torch.device("cpu"))
     refuse_no_sum(lambda logits, targets: logits.mul_(2).sum(), 8, torch.device("cpu"))
+
+
+class ScaledLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, logits, targets):
+        return torch.nn.functional.cross_entropy(logits * self.scale, targets, reduction="sum")
+
+
+def test_a_loss_with_weights_of_its_own_is_refused_unless_they_are_frozen_or_of_the_model():
+    loss = ScaledLoss()
+    for given in (loss, loss.forward, lambda *pair: loss(*pair)):
+        with pytest.raises(ConfigError, match=r"has weights of its own .* shape \(8,\)\. A run trains only"):
+            refuse_no_sum(given, 8, torch.device("cpu"))
+    refuse_no_sum(loss, 8, torch.device("cpu"), of_model=loss.parameters())
+    refuse_no_sum(loss.requires_grad_(False), 8, torch.device("cpu"))
+
+
+def test_arguments_of_another_type_are_refused(monkeypatch):
+    monkeypatch.setattr("finetune.training.train.launch", lambda _: pytest.fail("it trained"))
+    with pytest.raises(ConfigError, match=r"^run is 3; expected a name or a path\.$"):
+        finetune.load_config(run=3)
+    with pytest.raises(ConfigError, match=r"run=runs/none\.yaml: the file does not exist"):
+        finetune.load_config(run=Path("runs/none.yaml"))
+    with pytest.raises(ConfigError, match=r"^task is None; expected a name or a path\.$"):
+        finetune.train(model="phi_tiny", data=ROWS, task=None)
+    for hooks in ({}, [], {"loss": smoothed}):
+        with pytest.raises(ConfigError, match=r"^hooks is .*; expected Hooks\(loss="):
+            finetune.Trainer(None, None, None, None, None, hooks)
+
+
+def test_what_is_no_transformers_model_is_refused():
+    class Alike:
+        config = SimpleNamespace(model_type="phi3", _name_or_path="folder")
+        get_input_embeddings = get_base_model = lambda self: self
+
+    with pytest.raises(ModelError, match=r"^model is Alike; expected a name or a path, a transformers model"):
+        describe_given_model(Alike())
+    inner = get_peft_model(shipped_model(), LoraConfig(target_modules=["o_proj"])).get_base_model()
+    with pytest.raises(ModelError, match="already has an adapter in its layers"):
+        check_fit(finetune.load_config(model="phi_tiny", data="orders", task="finetune_lora"), inner, None)
 
 
 def test_overrides_of_a_script_are_called_overrides(monkeypatch):
