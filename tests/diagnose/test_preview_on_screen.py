@@ -20,6 +20,8 @@ from tests.warm import with_interpreter
 
 PREVIEW = [sys.executable, "-m", "finetune", "preview"]
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+PROGRESS = re.compile(r"\x1b\[\?25l[^\n]*\n\x1b\[\?25h\r(\x1b\[1A)?\x1b\[2K")
+"""What is shown, and removed again, if reading the rows takes longer than a moment."""
 HARM = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202e\x7f[red]not markup[/red] :smile:\n\tsecond line"
 
 pytestmark = pytest.mark.warm
@@ -43,7 +45,7 @@ def assert_is_harmless(text: str) -> None:
 
 def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
     written = run_on_terminal(100, "preview", *words, "--rows", "1").raw
-    plain = COLOUR.sub("", written)
+    plain = PROGRESS.sub("", COLOUR.sub("", written))
     assert_is_harmless(plain)
     text = "".join(plain.split())  # it is folded to the width
     assert "say<U+001B>]0;owned<U+0007><U+001B>[2J<U+009B>31m<U+000D><U+0008><U+202E><U+007F>[red]notmarkup" in text
@@ -59,7 +61,7 @@ def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
 
 @pytest.mark.slow
 def test_without_colours_a_margin_says_the_same(words):
-    written = run_on_terminal(100, "preview", *words, "--rows", "1", NO_COLOR="1").raw
+    written = PROGRESS.sub("", run_on_terminal(100, "preview", *words, "--rows", "1", NO_COLOR="1").raw)
     assert_is_harmless(written)
     command = with_interpreter([*PREVIEW, *words, "--rows", "1"])
     piped = subprocess.run(command, capture_output=True, text=True, timeout=240)

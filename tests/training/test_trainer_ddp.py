@@ -89,13 +89,13 @@ def test_the_guides_log_lines_are_there_and_a_validation_has_its_standard_error(
         "Training set size: 18, Validation set size: 5, Test set size: 4",
         "Starting training...",
         "Saving checkpoint step-000003 at epoch 0",
-        "checkpoint committed step=3",
         "Saving checkpoint step-000005 at epoch 1",
         "checkpoint committed step=5",
         "Starting testing phase...",
         "Training and testing completed successfully!",
     ]
     assert [log.index(line) for line in lines] == sorted(log.index(line) for line in lines)
+    assert log.index(lines[3]) < log.index("checkpoint committed step=3")  # written while training goes on
     assert f"Validation: loss={val_results.loss:.3f} ± {val_results.standard_error:.3f}" in log
     assert val_results.standard_error > 0
     last = events(tmp_path / "run", "validation")[-1]
