@@ -121,14 +121,16 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
     step = "" if run["step"] is None else f"{run['step']}/{run['num_steps']}" if run["num_steps"] else str(run["step"])
     losses = ["" if run[name] is None else f"{run[name]:.4f}" for name in _LOSSES]
+    # The names are those of others: a line of its own could look like another run.
+    name, model, data = ((run[key] or "").replace("\n", "<U+000A>") for key in ("name", "model", "data"))
     return [
-        run["name"],
+        name,
         (run["state"], STYLES.get(run["state"], "")),
         step,
         *losses,
         local_time(run["started"]),
-        run["model"] or "",
-        run["data"] or "",
+        model,
+        data,
     ]
 
 

@@ -122,6 +122,12 @@ def test_the_table_and_the_objects_say_the_same(tmp_path, capsys, monkeypatch):
     assert (run["name"], run["state"], run["train_loss"]) == ("a [bold]", "completed", 2.25)
 
 
+def test_a_name_with_a_line_break_makes_no_line_of_its_own(tmp_path, capsys):
+    write_run(tmp_path / "a\nfinetune: forged")
+    runs(tmp_path)
+    assert "a<U+000A>finetune: forged" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_a_folder_that_may_not_be_looked_into_is_passed_over(tmp_path, monkeypatch):
     """As a root user meets no such folder, its first question is answered here."""
     write_run(tmp_path / "mine")
