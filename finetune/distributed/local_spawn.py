@@ -96,8 +96,8 @@ def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, l
             for worker in workers:
                 worker.kill()
         time.sleep(_POLL_SECONDS)
-    codes = [worker.wait() for worker in workers]
-    return _first_failed(codes) if first_failed is None else first_failed, codes
+    ended = [worker.wait() for worker in workers]
+    return _first_failed(ended) if first_failed is None else first_failed, ended
 
 
 def _first_failed(codes: Sequence[int | None]) -> int | None:
