@@ -243,7 +243,7 @@ def test_a_removed_current_folder_is_a_mistake_and_no_bug(words, tmp_path, monke
 
 def test_a_start_up_file_that_cannot_take_the_completion_is_a_mistake_and_no_bug(capsys, monkeypatch):
     def refused(*args, **options):
-        raise PermissionError(errno.EACCES, "Permission denied", "/home/me/.bashrc")
+        raise PermissionError(errno.EACCES, "Permission denied", ".bashrc")
 
     monkeypatch.setattr("finetune.cli.commands.app", refused)
     monkeypatch.setattr(sys, "argv", ["finetune", "--install-completion"])
@@ -251,7 +251,7 @@ def test_a_start_up_file_that_cannot_take_the_completion_is_a_mistake_and_no_bug
         main()
     assert ended.value.code == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "'/home/me/.bashrc'. `finetune --show-completion` prints it, for another file" in told
+    assert "'.bashrc'. `finetune --show-completion` prints it, for another file" in told
 
 
 @pytest.mark.parametrize(("words", "advises"), [("train quickstart", True), ("bisect a b", False), ("merge a", False)])
