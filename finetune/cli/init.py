@@ -114,7 +114,7 @@ def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | No
     chosen = {override.partition("=")[0].strip() if "=" in override else "data" for override in overrides}
     replaced = {f"{section}.{key}" for section, keys in _REPLACED.items() if section in chosen for key in keys}
     if chosen & {"data.path", "data.mixture"}:
-        replaced |= {"data.path", "data.mixture"}
+        replaced |= {"data.path", "data.mixture", "data.train"}
     for key in replaced:
         translation.leave_out(key)
     config = _accepted(overrides, translation, chosen)

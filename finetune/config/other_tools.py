@@ -155,6 +155,8 @@ Set optim.args for the optimizer of optim.optimizer.
     optimizer.params optim_target_modules
 Set validation.validate_every, in optimizer steps.
     eval_delay eval_on_start
+Set data.mixture: the weight of a source says how often its rows appear in an epoch. It is no probability.
+    mix_strategy interleave_probs
 Set data.max_rows: only these rows of a hub data set are downloaded.
     dataset_streaming streaming
 Set model.revision or model.attention.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -234,6 +235,12 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
         )
     settings = _read(path)
     given = {setting.key[0] for setting in settings}
+    if files := [str(each.value) for each in settings if len(each.key) == 2 and each.key[1] == "file_name"]:
+        place = shlex.quote(str(path.parent / files[0]))
+        raise ConfigError(
+            f"{shown_path(path)}: names the files of data sets, as LLaMA-Factory reads them, and holds no settings. "
+            f"Translate the YAML file that names one of the data sets, and give its file: data={place}."
+        )
     is_ours = any(setting.dotted in fields() and len(setting.key) > 1 for setting in settings)
     if is_ours or not given & {name.partition(".")[0] for name in OUR_NAME}:
         raise ConfigError(
@@ -307,6 +314,8 @@ def _translate(setting: Setting, translation: Translation) -> None:
         sentence = _EMPTY
     elif value == "auto" and name not in ("bf16", "packing"):
         sentence = f"{NOTHING}: auto."
+    elif (name, value) == ("mix_strategy", "concat"):
+        sentence = f"{NOTHING}: an epoch has the rows of all sources."
     elif rest and " " not in meaning:
         values, sentence = ({meaning: value}, "") if takes(meaning, dict) else ({}, f"Set {meaning}.")
     elif " " in meaning and name not in ("gradient_accumulation_steps", "beta", "loss_type"):
@@ -606,6 +615,8 @@ def _data_sets(entries: list[Any], tool: str) -> Answer:
         note = f"{_ALPACA_INPUT} {note}".rstrip() if prompt_format == "alpaca" else note
     if len(sources) != 1:
         return {"data.mixture": sources, **shared}, note
+    if isinstance(sources[0].get("path"), list):  # all of them train, also files that are named after other splits
+        sources[0] = {("train" if key == "path" else key): part for key, part in sources[0].items()}
     renamed = {f"data.columns.{name}": theirs for name, theirs in sources[0].pop("columns", {}).items()}
     return {f"data.{key}": part for key, part in sources[0].items()} | renamed | shared, note
 

@@ -606,6 +606,21 @@ def test_other_files_are_refused(text):
         translate_file(Path("other.yaml"))
 
 
+def test_the_list_of_data_sets_of_llama_factory_is_named_as_such():
+    Path("dataset_info.json").write_text('{"mine": {"file_name": "my rows.json", "columns": {"prompt": "q"}}}')
+    with pytest.raises(
+        ConfigError, match=r"names the files of data sets, as LLaMA-Factory.*give its file: data='my rows"
+    ):
+        translate_file(Path("dataset_info.json"))
+
+
+@pytest.mark.parametrize(("strategy", "is_open"), [("concat", False), ("interleave_under", True)])
+def test_how_llama_factory_mixes_data_sets_is_a_decision(strategy, is_open):
+    Path("lf.yaml").write_text(f"stage: sft\nfinetuning_type: lora\nmix_strategy: {strategy}\n", encoding="utf-8")
+    assert ("# DECIDE: Set data.mixture: the weight of a source" in translated("lf.yaml")) == is_open
+    assert "UNKNOWN" not in translated("lf.yaml")
+
+
 def test_values_of_another_type_are_left_to_the_user():
     names = [name for name in OUR_NAME if "." not in name]
     for number, value in enumerate(["[a, {b: 1}]", "{x: [1]}", "abc" * 100]):
@@ -634,10 +649,11 @@ def read(text: str) -> tuple[dict[str, object], str]:
 @pytest.mark.parametrize(
     ("entry", "path", "train", "left_out"),
     [
-        ("{path: ./d, data_files: [good.jsonl]}", ["good.jsonl"], None, ""),
+        ("{path: ./d, data_files: [good.jsonl]}", None, ["good.jsonl"], ""),
+        ("{path: json, data_files: [good.jsonl, dev.jsonl]}", None, ["good.jsonl", "dev.jsonl"], ""),
         ("{path: ./gone, data_files: [good.jsonl]}", "./gone", None, "data_files: [good.jsonl]"),
         ("{path: org/a, data_files: {train: b.jsonl}}", "org/a", None, "data_files: {train: b.jsonl}"),
-        ("{path: text, data_files: [corpus.txt], type: completion}", ["corpus.txt"], None, ""),
+        ("{path: text, data_files: [corpus.txt], type: completion}", None, ["corpus.txt"], ""),
         ("{path: json, data_files: a.jsonl, split: train}", "a.jsonl", None, ""),
         ("{path: a.jsonl.gz, split: 'train[:10%]'}", "a.jsonl.gz", None, "split: train[:10%]"),
         ("{path: org/a, split: 'train[:10%]'}", "org/a", "train[:10%]", ""),
@@ -653,14 +669,14 @@ def read(text: str) -> tuple[dict[str, object], str]:
 def test_the_files_and_the_split_of_datasets_are_translated_or_said(entry, path, train, left_out):
     Path("d").mkdir()
     settings, said = read(f"{AXOLOTL}datasets: [{entry}]")
-    assert (settings["data.path"], settings.get("data.train")) == (path, train)
+    assert (settings.get("data.path"), settings.get("data.train")) == (path, train)
     assert re.findall(r"left out of datasets: (.*)\.", said) == ([left_out] if left_out else [])
 
 
 def test_trl_reads_data_files_from_the_folder_of_the_data_set():
     Path("d").mkdir()
     settings, _ = read("learning_rate: 1.0e-4\nuse_peft: true\ndatasets: [{path: ./d, data_files: good.jsonl}]")
-    assert settings["data.path"] == ["./d/good.jsonl"]
+    assert settings["data.train"] == ["./d/good.jsonl"]
 
 
 @pytest.mark.parametrize(
