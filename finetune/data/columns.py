@@ -40,7 +40,7 @@ class Meaning(NamedTuple):
 PROMPT, ANSWER, CHOSEN, REJECTED = "a prompt", "an answer", "a chosen answer", "a rejected answer"
 CONVERSATION, EARLIER, SYSTEM, CONTEXT = "a conversation", "earlier turns", "a system turn", "context of a prompt"
 TOOLS, TEMPLATE, TEXT, LABEL = "tools", "arguments of the chat template", "a text", "a label"
-MASK, ROLE = "what carries loss", "the role of a turn"
+MASK, ROLE, MEDIA = "what carries loss", "the role of a turn", "images or sound of a prompt"
 _LONG_TEXTS = ("context", "text", "dialogue", "article", "document", "passage", "user", "human", "source")
 MEANINGS: Mapping[str, Meaning] = {
     "messages": Meaning(CONVERSATION),
@@ -68,13 +68,8 @@ MEANINGS: Mapping[str, Meaning] = {
         EARLIER,
         (),
         (
-            "chat_history",
-            "conversation_history",
-            "dialogue_history",
-            "previous_turns",
-            "parent_id",
-            "parent",
-            "reply_to",
+            *("chat_history", "conversation_history", "dialogue_history", "previous_turns"),
+            *("parent_id", "parent", "reply_to"),
         ),
     ),
     "tools": Meaning(TOOLS, ("functions",)),
@@ -94,10 +89,11 @@ MEANINGS: Mapping[str, Meaning] = {
     "label": Meaning(LABEL, ("kto_tag", "is_good", "good", "accepted", "desirable", "thumbs_up", *BAD_LABELS)),
     "mask": Meaning(MASK),  # and names that match MASK_NAME
     "chat_template_kwargs": Meaning(TEMPLATE, (), ("template_kwargs", "custom_instructions", "enable_thinking")),
+    "images": Meaning(MEDIA, (), ("image", "videos", "video", "audios", "audio")),
     "role": Meaning(ROLE),
 }
-"""What each column means, by its name here. The last three are columns that no format reads."""
-_MAY_BE_UNREAD = (CONTEXT, TOOLS, TEMPLATE)
+"""What each column means, by its name here. The last four are columns that no format reads."""
+_MAY_BE_UNREAD = (CONTEXT, TOOLS, TEMPLATE, MEDIA)
 """Columns of these parts often hold something else. If they are not read, that is a fallback and no refusal."""
 _NO_PART = re.compile(
     r"(.*_)?(id|ids|idx|index|uuid|hash|source|origin|dataset|split|subset|category|topic|type|lang|language|model"
@@ -261,5 +257,5 @@ def _repeats(value: Any, part: str, texts: Sequence[str]) -> bool:
     if isinstance(value, list):
         contents = [turn.get("content", turn.get("value")) for turn in value if isinstance(turn, Mapping)]
         return bool(contents) and all(str(content).strip() in texts for content in contents)
-    text = str(value).strip()
-    return part in (PROMPT, ANSWER, CHOSEN, SYSTEM) and any(text in read or (read and read in text) for read in texts)
+    text = str(value).strip() if part in (PROMPT, ANSWER, CHOSEN, SYSTEM) else ""  # not of the bytes of an image
+    return bool(text) and any(text in read or (read and read in text) for read in texts)

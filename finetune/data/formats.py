@@ -350,7 +350,7 @@ def find_unread(
     if format != "auto":
         decided += ["messages"]
     if known.name == "text":
-        decided += ["messages", "input", "system", "tools", "chat_template_kwargs"]
+        decided += ["messages", "input", "system", "tools", "chat_template_kwargs", "images"]
         decided += ["prompt", "completion", "history"] if "text" in (format, *renamed) else []
     columns = find_columns(row, renamed)
     read = [columns[column] for column in known.columns if column in columns]

@@ -356,6 +356,21 @@ def test_what_may_be_meant_is_a_fallback_that_is_recorded_also_from_the_cache(ma
         assert "the columns label of" in fallbacks.as_records()[0]["wanted"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("images", ["a.png"]), ("image", {"bytes": "aa"}), ("audio", "a.wav")])
+def test_images_and_sound_that_no_model_sees_are_a_fallback(make_section, write_jsonl, name, value):
+    row = {"messages": [{**ASK, "content": f"<image>{Q}"}, GOOD]}
+    fallbacks = Fallbacks()
+    section = make_section(path=write_jsonl([{**row, name: value}]))
+    encode_train(section, fallbacks=fallbacks)
+    (taken,) = fallbacks.as_records()
+    assert taken["wanted"].startswith(f"the columns {name} of ")
+    assert "data.columns.images=none says that this is meant" in taken["why"]
+    other = Fallbacks()
+    encode_train(section.model_copy(update={"columns": {"images": "none"}}), fallbacks=other)
+    encode_train(make_section(path=write_jsonl([{**row, name: type(value)()}], "empty.jsonl")), fallbacks=other)
+    assert other.as_records() == []
+
+
 def test_names_of_columns_are_shown_with_their_invisible_characters(make_section, write_jsonl):
     section = make_section(path=write_jsonl([{"\u200bprompt": Q, "completion ": A}]))
     with pytest.raises(DataError, match=r"has the columns <U\+200B>prompt, 'completion '\."):
