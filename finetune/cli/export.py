@@ -210,8 +210,11 @@ def merge_command(
         say(f"{sentence[0].upper()}{sentence[1:]}.")
     say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
     _say_system(out)
+    from finetune.export.gguf_tokens import may_be_read_by_llama_cpp
+
     model = shlex.quote(str(out))
-    say(f"Next: finetune verify {model}, finetune export gguf {model} GGUF_FOLDER, or finetune push {model} OWNER/NAME")
+    exports = f", finetune export gguf {model} GGUF_FOLDER, or" if may_be_read_by_llama_cpp(out) else " or"
+    say(f"Next: finetune verify {model}{exports} finetune push {model} OWNER/NAME")
 
 
 def with_format(arguments: list[str], formats: Collection[str]) -> list[str]:

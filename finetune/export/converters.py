@@ -25,9 +25,10 @@ from finetune.engine.decoder import SLIDING, family_of
 from finetune.errors import CheckpointError, ConfigError, ModelError, last_line
 
 Json = dict[str, Any]
-_SAME_SPLITS = {r"\p{L}+|\p{N}|[^\p{L}\p{N}]+": r"[\p{L}]+|[\p{N}]"}
+SPLIT_OF_PHI_TINY = r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"
+_SAME_SPLITS = {SPLIT_OF_PHI_TINY: r"[\p{L}]+|[\p{N}]"}
 """Patterns by which a tokenizer splits text, in a form that onnxruntime-genai knows. Text between two matches is also a
-piece. The first pattern is phi_tiny's."""
+piece."""
 HOW_TO_GET_LLAMA_CPP = (
     "Get llama.cpp (git clone https://github.com/ggml-org/llama.cpp, or vendor/llama.cpp in the source package of "
     "llama-cpp-python: pip download --no-deps --no-binary :all: llama-cpp-python), install sentencepiece, and say "

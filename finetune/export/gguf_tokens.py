@@ -12,11 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from finetune.errors import ModelError
+from finetune.export.converters import SPLIT_OF_PHI_TINY
 from finetune.export.served_comparison import first_difference
 from finetune.export.vectors import Vector, conversation_vectors
 
@@ -114,6 +116,17 @@ def refuse_other_tokenizer(tokenizer: Any) -> None:
             f"the tokenizer is of the kind {kind}, and finetune can tell how llama.cpp reads chats only for BPE. "
             "Nothing was written. Serve the merged folder with vLLM or transformers."
         )
+
+
+def may_be_read_by_llama_cpp(model: Path) -> bool:
+    """Return False for a folder whose tokenizer no GGUF file can hold: it is not BPE, or splits text as phi_tiny's.
+
+    llama.cpp knows a list of tokenizers, which is in its converter. Of the others, only phi_tiny's is known here.
+    """
+    file = model / "tokenizer.json"
+    record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": {}}
+    splits = json.dumps(record.get("pre_tokenizer"))
+    return record["model"].get("type") == "BPE" and json.dumps(SPLIT_OF_PHI_TINY) not in splits
 
 
 def refuse_other_ids(reading: Reading) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from finetune.config.config_files import resolve_shipped
 from finetune.errors import ModelError
 from finetune.export.gguf import keys_for_llama_cpp
 from finetune.export.gguf_file import read_header, with_keys
 from finetune.export.gguf_sentencepiece import refuse_other_tokens
-from finetune.export.gguf_tokens import TokenRules, find_rules, refuse_other_ids
+from finetune.export.gguf_tokens import TokenRules, find_rules, may_be_read_by_llama_cpp, refuse_other_ids
 from tests.export.gguf_files import write_gguf
 from tests.model.variants import VARIANTS
 
@@ -43,6 +45,16 @@ def test_a_tokenizer_that_puts_a_space_before_the_first_piece_only_gets_a_file_w
     reading = find_rules(changed("Phi-3-mini-4k", normalizer=None, pre_tokenizer=scheme))
     assert reading.rules == TokenRules(puts_space=False, strips=True)
     assert not reading.plain
+
+
+def test_a_merge_advises_gguf_only_for_tokenizers_that_llama_cpp_may_know(tmp_path):
+    assert not may_be_read_by_llama_cpp(Path(resolve_shipped("shipped:phi_tiny"))), "its converter refuses this one"
+    for name in ("Phi-3-mini-4k", "phi-4"):
+        VARIANTS[name].tokenizer().save_pretrained(tmp_path / name)
+        assert may_be_read_by_llama_cpp(tmp_path / name)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    words.save_pretrained(tmp_path / "words")
+    assert not may_be_read_by_llama_cpp(tmp_path / "words")
 
 
 def test_white_space_that_no_rule_covers_concerns_no_plain_chat():
