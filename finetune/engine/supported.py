@@ -74,8 +74,7 @@ def _reasons(model: Any) -> Iterator[str]:
 
 def _layer_reasons(bare: Any) -> Iterator[str]:
     """Yield what the layers of a model have that the engine lacks."""
-    unknown = sorted(set(getattr(bare.config, "layer_types", None) or ()) - {FULL, SLIDING})
-    if unknown:
+    if unknown := sorted(set(getattr(bare.config, "layer_types", None) or ()) - {FULL, SLIDING}):
         yield f"it has layers of the type {', '.join(unknown)} (layer_types)"
     sinks = [name for name, _ in bare.named_parameters() if name.endswith(".sinks")]
     if sinks:
@@ -93,14 +92,12 @@ def _config_reasons(config: Any) -> Iterator[str]:
     for key in ("resid_pdrop", "residual_dropout"):
         if getattr(config, key, 0):
             yield f"it applies dropout to residuals ({key} {getattr(config, key)})"
-    activation = getattr(config, family.activation)
-    if activation not in ACTIVATIONS:
+    if (activation := getattr(config, family.activation)) not in ACTIVATIONS:
         yield f"its feed-forward part is gated by {activation}, not by {', '.join(ACTIVATIONS)}"
 
 
 def _window_reasons(config: Any) -> Iterator[str]:
-    unknown = sorted(set(config.layer_types) - {FULL, SLIDING})
-    if unknown:
+    if unknown := sorted(set(config.layer_types) - {FULL, SLIDING}):
         yield f"its layers attend in ways that the engine lacks (layer_types: {', '.join(unknown)})"
     if SLIDING in config.layer_types and config.sliding_window is None:
         yield "some of its layers have a sliding window (layer_types) whose size is not set (sliding_window)"
@@ -110,8 +107,7 @@ def called_layers(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of linear layers that the engine must call, by reason."""
     names_by_reason: dict[str, list[str]] = {}
     for name, module in _linears(bare_model(model)):
-        reason = reason_to_call(module)
-        if reason is not None:
+        if (reason := reason_to_call(module)) is not None:
             names_by_reason.setdefault(reason, []).append(name)
     return names_by_reason
 

@@ -210,14 +210,20 @@ def longrope_boundary(model: Any) -> int | None:
     """Return the length up to which a LongRoPE model uses its short factors, given it or its configuration.
 
     Return None for other models. The factors of a batch depend on its longest row, so shorter rows must not be in a
-    batch with longer ones.
+    batch with longer ones. Raise ModelError for a model whose types of layers have different such lengths.
     """
     config = getattr(model, "config", model)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = [rope, *(of_type for of_type in rope.values() if isinstance(of_type, dict))]
     longropes = [each for each in ropes if each.get("rope_type", each.get("type")) == "longrope"]
     key = "original_max_position_embeddings"
-    return max((int(each.get(key) or getattr(config, key, None) or 0) for each in longropes), default=0) or None
+    limits = {int(each.get(key) or getattr(config, key, None) or 0) for each in longropes}
+    if len(limits) > 1:
+        raise ModelError(
+            f"this {config.model_type} model has LongRoPE with several limits ({key} {sorted(limits)}, by type of "
+            "layer), and finetune groups rows by one. Set one limit in config.json, or use another model."
+        )
+    return max(limits, default=0) or None
 
 
 def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) -> torch.dtype | Literal["auto"]:
@@ -246,8 +252,7 @@ def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> 
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = load_part(section, lambda: auto.from_config(config, trust_remote_code=section.trust_remote_code))
-    needed = sum(weight.nbytes for weight in model.parameters())
-    if needed > memory:
+    if (needed := sum(weight.nbytes for weight in model.parameters())) > memory:
         raise ModelError(
             f"the weights of {section.path or config.model_type} take {format_bytes(needed)} "
             f"({count_parameters(model)[1]:,} parameters), but this machine has {format_bytes(memory)} of main memory, "

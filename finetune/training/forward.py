@@ -142,8 +142,7 @@ def _record_attention(runtime: Runtime) -> None:
         return
     from finetune.engine.attention_cuda import attention_fallback
 
-    fallback = attention_fallback(runtime.device, DTYPES[runtime.precision])
-    if fallback is not None:
+    if (fallback := attention_fallback(runtime.device, DTYPES[runtime.precision])) is not None:
         wanted, used, why = fallback
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
 

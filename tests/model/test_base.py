@@ -219,6 +219,9 @@ def test_context_and_longrope_boundary_come_from_the_configuration():
     rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 24, **factors}
     by_type = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
     assert longrope_boundary(Gemma3TextConfig(**SIZES, head_dim=4, rope_parameters=by_type)) == 24
+    by_type["sliding_attention"] = {**rope, "original_max_position_embeddings": 48}
+    with pytest.raises(ModelError, match=r"several limits \(original_max_position_embeddings \[24, 48\], by type"):
+        longrope_boundary(Gemma3TextConfig(**SIZES, head_dim=4, rope_parameters=by_type))
 
 
 def test_a_weight_is_moved_and_converted_in_one_step(folder):
