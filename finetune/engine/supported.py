@@ -12,7 +12,7 @@ from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model, family_
 from finetune.engine.mlp import ACTIVATIONS
 
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
-_SETTINGS = {"TrainableTokensLayer": " (lora.new_tokens)"}
+_SETTINGS = {"TrainableTokensWrapper": " (lora.new_tokens)", "ModulesToSaveWrapper": " (lora.modules_to_save)"}
 _OWN = "finetune.engine.host_embedding"
 _OF_TRANSFORMERS = "transformers.models."
 _LACKING = {

@@ -88,6 +88,8 @@ def test_an_evaluation_sees_no_noise_and_nothing_of_it_is_saved():
 
 def test_the_engine_leaves_such_a_model_to_its_own_forward():
     assert unsupported_reason(noisy_model()) == "embed_tokens has noise (training.neftune_alpha)"
+    whole = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2, modules_to_save=["embed_tokens"]))
+    assert unsupported_reason(whole) == "embed_tokens is a ModulesToSaveWrapper (lora.modules_to_save)"
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------

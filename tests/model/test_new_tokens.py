@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from finetune.config.schema import LoraSection
+from finetune.engine.supported import unsupported_reason
 from finetune.errors import ConfigError, ModelError
 from finetune.model.lora import add_lora
 from finetune.model.new_tokens import add_tokens, grow_embeddings, ids_of_new_tokens, start_base_from_mean_row
@@ -127,6 +128,7 @@ def test_a_base_in_16_bits_computes_what_the_new_rows_start_with(is_tied):
     ids = ids_of_new_tokens(tokenizer, section)
     config = tiny_phi3_config(vocab_size=ids[-1] + 7, tie_word_embeddings=is_tied, eos_token_id=320)
     model = add_lora(build_tiny(config, dtype=torch.bfloat16), section, tokenizer)
+    assert unsupported_reason(model) == "embed_tokens is a TrainableTokensWrapper (lora.new_tokens)"
     before = model.get_input_embeddings().original_module.weight.detach().clone()
     start_base_from_mean_row(model, ids)
     after = model.get_input_embeddings().original_module.weight.detach()
