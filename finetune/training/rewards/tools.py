@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ _CHARACTERS_PER_TOKEN = 16
 """A longer text than `max_result_tokens` times this is cut before it is tokenised."""
 _MOST_CHARACTERS = 1 << 20
 """Of the turns that an environment returns."""
+_MOST_LEVELS = 64
+"""Of the arguments of a call. Python reads and writes JSON to a depth of about 900 levels."""
 _MADE_UP = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 """An argument of each JSON type. Any other argument is a text."""
 
@@ -41,7 +43,7 @@ class Result:
     name: str
     """The name in the call; empty if the call cannot be read."""
     arguments: Any
-    """The arguments in the call; null if the call cannot be read."""
+    """The arguments in the call; null if the call cannot be read, or nests them too deeply."""
     text: str
     """What the model reads."""
     failed: bool
@@ -59,7 +61,7 @@ class Result:
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for the file of a rollout. What JSON or UTF-8 cannot express becomes other text."""
-        text = json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace").decode()
+        text = json.dumps(vars(self), ensure_ascii=False).encode(errors="replace").decode()
         record: dict[str, Any] = json.loads(text, parse_constant=str)
         return record
 
@@ -160,6 +162,9 @@ class ToolProcess:
         Raises:
             ConfigError: the tools can no longer be imported.
         """
+        if _is_nested(arguments, _MOST_LEVELS):
+            message = f"the arguments of {name} are nested more than {_MOST_LEVELS} levels deep"
+            return Result(name=name, arguments=None, text=error_text(message), failed=True)
         if name not in self.names:
             message = f"there is no tool {name!r}. There is: {', '.join(self.names)}"
             return Result(name=name, arguments=arguments, text=error_text(message), failed=True)
@@ -214,6 +219,12 @@ class ToolProcess:
             self.end()
             raise ConfigError(ready["problem"])
         return ready
+
+
+def _is_nested(value: Any, levels: int) -> bool:
+    """Return whether a JSON value has lists and objects in more than so many levels."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return parts is not None and (levels == 0 or any(_is_nested(part, levels - 1) for part in parts))
 
 
 class Environment:

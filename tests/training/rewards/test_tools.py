@@ -345,6 +345,16 @@ def test_a_result_is_recorded_whatever_the_model_wrote():
     assert record["arguments"] == {"a": "?", "b": "Infinity"}
 
 
+def test_arguments_that_are_nested_too_deeply_are_a_failed_call_and_are_recorded():
+    for levels, is_refused in ((63, False), (64, True), (900, True)):
+        arguments = {"expression": json.loads("[" * levels + "]" * levels)}
+        for name in ("calculator", "none") if is_refused else ("none",):
+            result = ToolProcess(["calculator"], []).call(name, arguments, seconds=20, most_tokens=64)
+            assert result.failed
+            assert ("nested more than 64 levels" in result.text) is is_refused
+            assert result.as_record()["arguments"] == (None if is_refused else arguments)
+
+
 def test_the_parts_of_a_conversation_say_who_wrote_each_token():
     assert parts_of([1, 2, 3, 4, 5, 6], [2, 1, 3]) == [[1, 2], [3], [4, 5, 6]]
     assert is_generated([2, 1, 3]) == [True, True, False, True, True, True]
