@@ -278,14 +278,14 @@ def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
     """Return the metric's value for an answer: `metric(answer, expected)` as a float.
 
     Raises:
-        DataError: a user's own metric failed, or did not return a finite number.
+        DataError: a user's own metric failed, or did not return a number below 1e100 in size.
     """
     try:
-        value = float(metric(answer, expected))
+        value = math.nan if isinstance(given := metric(answer, expected), str) else float(given)
     except Terminated:
         raise
     except (Exception, SystemExit) as error:  # it is the user's own code
         raise DataError(f"the metric {name} failed on the answer {answer[:60]!r}: {error!r}. Correct it.") from error
-    if not math.isfinite(value):
-        raise DataError(f"the metric {name} gave {value} for the answer {answer[:60]!r}; expected a finite number.")
+    if not abs(value) < 1e100:  # the sum over the rows is finite too
+        raise DataError(f"the metric {name} gave {quote(given)} for {answer[:60]!r}; expected a number below 1e100.")
     return value

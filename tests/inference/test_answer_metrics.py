@@ -97,6 +97,12 @@ def test_other_names_are_refused(packages, name, why):
         resolve([name.format(own=packages)], [packages])
 
 
+@pytest.mark.parametrize("value", ["0.5", 1.7e308, -1e200, float("inf"), 10**200])
+def test_a_metric_returns_a_number_whose_sum_is_finite(value):
+    with pytest.raises(DataError, match=r"the metric mine gave .* for 'a'; expected a number below 1e100\.$"):
+        measure("mine", lambda *_: value, "a", "b")
+
+
 @pytest.mark.parametrize(("name", "why"), [("bad", "gave nan"), ("fails", "ZeroDivisionError")])
 def test_a_metric_that_goes_wrong_is_named(packages, name, why):
     (metric,) = resolve([f"{packages}.{name}"], [packages]).values()
