@@ -24,6 +24,7 @@ from finetune.units import format_duration
 PACKAGE = "finetune"
 _HANDLER_NAME = "finetune-stderr"
 _LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "transformers")
+_handlers_of_libraries: dict[str, list[logging.Handler]] = {}
 _COLOURS = {"warning": "1;35", "error": "1;31", "critical": "1;31"}
 """Magenta and red are readable on light and on dark backgrounds; yellow is not."""
 
@@ -211,7 +212,17 @@ def warnings_only(name: str) -> Iterator[None]:
 def hear_libraries() -> None:
     """Send the log lines of other libraries through the package's log: they quote models and data."""
     for name in _LIBRARIES:
-        logging.getLogger(name).handlers = [_Forwarder()]
+        logger = logging.getLogger(name)
+        _handlers_of_libraries.setdefault(name, logger.handlers)
+        logger.handlers = [_Forwarder()]
+
+
+def give_back_libraries() -> None:
+    """Give the loggers of other libraries the handlers back that they had before `hear_libraries`."""
+    for name in list(_handlers_of_libraries):
+        former, logger = _handlers_of_libraries.pop(name), logging.getLogger(name)
+        added = [each for each in logger.handlers if each not in former and not isinstance(each, _Forwarder)]
+        logger.handlers = former + added  # a library adds its own when it is imported
 
 
 def _note_time(_: logging.LogRecord) -> bool:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from finetune.distributed.accelerate_library import copy_accelerate, forget_accelerate, restore_accelerate
+from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.ddp_init import is_joined
-from finetune.engine.fused import is_fused, replays_answers, switch_fused, switch_replays
+from finetune.engine.fused import switch_fused, switch_replays
 from finetune.errors import LaunchError
-from finetune.logs import PACKAGE
+from finetune.logs import give_back_libraries
 from finetune.signals import after_fork_in_child, is_in_steps
 
 _open: list[threading.Thread] = []
@@ -27,7 +26,7 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
     """Within the block, this process is in a launch. Yield whether another one is open.
 
     The process has one random generator, one state of accelerate and one log. The block gives them back to the other
-    launch as they were, and the random generator also to a script without another launch.
+    launch as they were. A script without another launch gets its random generator and its loggers back.
 
     Raises:
         LaunchError: another thread is in a launch, or a callback trains or launches on several ranks.
@@ -37,8 +36,11 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
         others = [thread for thread in _open if thread.is_alive()]
         _refuse_second_run(others, trains=trains)
         _open.append(mine)
-    restore = _copy_state() if others else None
-    if restore is not None:
+    restore = None
+    if others:
+        from finetune.distributed.nested_launch import copy_state
+
+        restore = copy_state()
         _reset_state()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     try:
@@ -48,7 +50,9 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
         if mine in _open:  # a forked child is in no launch
             _open.remove(mine)
         _reset_state()
-        if restore is not None and _open:
+        if restore is None:
+            give_back_libraries()
+        elif _open:
             restore()
 
 
@@ -75,19 +79,3 @@ def _reset_state() -> None:
     switch_fused(False)
     switch_replays(False)
     forget_accelerate()
-
-
-def _copy_state() -> Callable[[], None]:
-    """Return a function that restores what a launch sets for the whole process."""
-    accelerate, fused, replays = copy_accelerate(), is_fused(), replays_answers()
-    logger = logging.getLogger(PACKAGE)
-    level, handlers = logger.level, list(logger.handlers)
-
-    def restore() -> None:
-        restore_accelerate(accelerate)
-        switch_fused(fused)
-        switch_replays(replays)
-        logger.handlers = handlers
-        logger.setLevel(level)
-
-    return restore

@@ -14,6 +14,7 @@ from finetune.distributed.device import refuse_modes
 from finetune.distributed.launch import launch
 from finetune.engine.fused import is_fused, replays_answers, switch_fused, switch_replays
 from finetune.errors import LaunchError
+from finetune.logs import hear_libraries
 from finetune.signals import begin_steps
 
 
@@ -145,3 +146,21 @@ def test_a_launched_run_refuses_rounded_products(tmp_path):
         torch.set_float32_matmul_precision("high")
         with pytest.raises(LaunchError, match=r"torch\.set_float32_matmul_precision is in force"):
             refuse_modes(trains=True, is_launched=True)
+
+
+def test_a_launch_gives_libraries_their_handlers_back(tmp_path):
+    logger, mine, own = logging.getLogger("peft"), logging.NullHandler(), logging.NullHandler()
+    logger.addHandler(mine)
+    before = list(logger.handlers)
+    try:
+        with launch(config(tmp_path / "outer")):
+            hear_libraries()
+            assert mine not in logger.handlers
+            with launch(config(tmp_path / "inner"), trains=False):
+                hear_libraries()
+            assert mine not in logger.handlers
+            logger.addHandler(own)
+        assert logger.handlers == [*before, own]
+    finally:
+        logger.removeHandler(mine)
+        logger.removeHandler(own)
