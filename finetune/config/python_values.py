@@ -74,8 +74,10 @@ def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:
                 plain = text if text.isprintable() else json.dumps(plain)  # YAML refuses some signs that JSON allows
             overrides.append(f"{key}={plain}")
         except TypeError:
-            plain_value = " Give value.tolist()." if hasattr(value, "tolist") else ""  # of numpy or torch
-            expected_types = f"expected text, a number, a list or a dict.{plain_value}"
+            advice = " Give value.tolist()." if hasattr(value, "tolist") else ""  # of numpy or torch
+            if any(map(callable, value if isinstance(value, (list, tuple)) else [value])):
+                advice = " Name a function by its file: ./rewards.py:NAME."
+            expected_types = f"expected text, a number, a list or a dict.{advice}"
             raise ConfigError(f"{SCRIPT}: {key}: is {value!r}; {expected_types}") from None
     return overrides
 

@@ -892,6 +892,7 @@ def test_overrides_of_a_script_are_called_overrides(monkeypatch):
     for wrong, says in (
         ({"lora.r": 0}, "overrides: lora.r: expected a whole number above 0, got 0"),
         ({"lora.r": np.int64(8)}, r"overrides: lora.r: is .*8.*; expected text, a number, .* Give value\.tolist\(\)\."),
+        ({"reward.functions": [length]}, r"; expected text, .*\. Name a function by its file: \./rewards\.py:NAME\.$"),
         ({"lora.r": [torch.tensor(8)]}, r"overrides: lora.r: is \[tensor\(8\)\]; expected text, a number"),
         ("lora.r=0", "overrides: lora.r: expected a whole number above 0, got 0"),
         ({"lora.r": object()}, "overrides: lora.r: is <object object at .*; expected text, a number"),
