@@ -39,7 +39,7 @@ def test_transformers_serve_answers_like_the_run(tmp_path):
     rows.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
     sizes = {"max_position_embeddings": 512}  # room for the page's 256 tokens
     run = write_run(tmp_path / "orders", base_sizes=sizes, words=(f"data.path={rows}",))
-    write_merged(run, tmp_path / "merged", adds_system=True)
+    write_merged(run, tmp_path / "served", adds_system=True)
     serve, ask = (_block(first) for first in ("transformers serve ", "curl "))
     port = str(free_port())
     variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
