@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import README, Block, marked_blocks, name_of, pages_with
+from tests.docs.pages import PAGES, README, Block, marked_blocks, name_of, pages_with
 from tests.launches import run_command
 from tests.warm import programs
 
@@ -79,6 +80,16 @@ def test_no_marker_gives_a_command_what_the_reader_has_to_choose():
                 assert not missing or ".yaml" in command, (
                     f"{name_of(page)}:{block.line}: {command}: write {missing} on the page"
                 )
+
+
+def test_no_two_pages_train_into_one_folder():
+    """A reader who follows both in one folder would be refused, or use the model of the other page."""
+    pages: dict[str, set[str]] = {}
+    for page in PAGES:
+        for folder in re.findall(r"^[^`|#\n]*output[_-]dir[= ](runs/[\w-]+)", page.read_text("utf-8"), re.MULTILINE):
+            pages.setdefault(folder, set()).add(name_of(page))
+    assert {folder: names for folder, names in pages.items() if len(names) > 1} == {}
+    assert len(pages) > 20
 
 
 def _require_the_extra_of(command: str) -> None:
