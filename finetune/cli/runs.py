@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
+_SHORT_LIVED = ("running", "unreadable", "unknown")
+"""States that may change while the stamps of a run's files stay as they are."""
 
 
 def runs(
@@ -73,11 +75,7 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
         key = json.dumps([run.name, *map(_stamp, files)])
         is_known = key in known and not is_held(run.folder.lock_file)
         values: dict[str, Any] = known[key] if is_known else summary(run)
-        if values["state"] not in (
-            "running",
-            "unreadable",
-            "unknown",
-        ):  # a change of permissions leaves the stamps as they are
+        if values["state"] not in _SHORT_LIVED:
             kept[key] = values
         summaries.append({**values, "path": str(run.folder.path)})
     if kept != known:
