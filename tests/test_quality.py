@@ -84,7 +84,7 @@ def test_no_module_has_a_name_that_says_nothing():
 
 
 def test_the_repository_names_no_path_of_one_machine():
-    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    tracked = subprocess.run(["git", "--git-dir=.git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
     if tracked.returncode != 0:
         pytest.skip("not a git checkout: there is no list of the repository's own files")
     others = (".safetensors", ".jsonl", ".png")

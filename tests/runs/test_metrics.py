@@ -139,6 +139,7 @@ def test_the_record_names_the_commit_and_whether_it_was_changed(tmp_path, monkey
         return strict(record.path.read_text())["git_commit"]
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GIT_DIR")
     assert recorded() is None
     git("init", "--quiet")
     assert recorded() is None, "there is no commit yet"
