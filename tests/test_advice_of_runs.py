@@ -110,7 +110,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_run_advises_works(kind: str, base: Path, tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def test_layers_computed_again_drop_the_same():
     assert any(not torch.allclose(other[name], gradient) for name, gradient in again.items()), "nothing is dropped"
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in CONFIGS), ("phi3", {"use_dora": True})])
 def test_a_bf16_base_comes_close_to_fp32(kind, settings):
     dtypes = (torch.float32, torch.bfloat16)
@@ -239,6 +240,7 @@ def test_a_bf16_base_comes_close_to_fp32(kind, settings):
     assert_close_steps(exact, rounded)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_autocast_computes_in_its_type_with_weights_in_fp32(kind):
     model = build_tiny(CONFIGS[kind])
@@ -264,6 +266,7 @@ def assert_close_steps(exact, rounded, *, autocast=False):
     assert 0 < difference.norm() < 0.1 * whole.norm()
 
 
+@pytest.mark.few(23)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_packed_rows_that_begin_alike_give_each_gradient_of_the_models_own(kind, method):

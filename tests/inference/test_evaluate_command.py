@@ -30,6 +30,7 @@ from finetune.runs.recorded_run import RecordedRun
 from tests.data.conftest import write_lines
 from tests.inference.conftest import NUM_ROWS, train
 from tests.launches import run_launched
+from tests.tiny_training import events
 
 METRICS = ["json_valid", "token_f1"]
 
@@ -89,8 +90,7 @@ def test_names_and_functions_that_a_script_gives_in_another_form(adapter_run, tm
 
 
 def own_test_events(run):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {event["model"]: event for event in events if event["event"] == "test"}
+    return {event["model"]: event for event in events(run, "test")}
 
 
 def test_the_figures_are_those_of_the_runs_own_test_phase(whole, adapter_run):
@@ -104,6 +104,7 @@ def test_the_figures_are_those_of_the_runs_own_test_phase(whole, adapter_run):
     assert found["tuned"]["loss"] < found["base"]["loss"]
 
 
+@pytest.mark.slow
 def test_the_batch_size_changes_nothing(figures, whole, adapter_run):
     words = ["testing.batch_size=5", "testing.drop_last=true"]
     found = figures(adapter_run, *words, metric=METRICS)

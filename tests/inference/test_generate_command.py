@@ -157,6 +157,7 @@ def test_one_answer_a_line_and_the_same_as_json(asked, adapter_run):
     assert all((record["num_tokens"] == 12) == (record["ended_by"] == "length") for record in found)
 
 
+@pytest.mark.slow
 def test_no_answer_depends_on_the_batch_size(asked, adapter_run):
     drawn = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "seed": 7}
     one_by_one = asked(adapter_run, PROMPTS, batch_size=1, compare=True, as_json=True, **drawn)

@@ -76,6 +76,7 @@ def test_a_loss_that_was_written_otherwise_is_named_and_ends_with_exit_code_3(tr
     assert [step["step"] for step in written["replay"]["steps"]] == [1]
 
 
+@pytest.mark.slow
 def test_steps_in_fp16_are_computed_again_with_the_loss_scale_of_the_run(tmp_path, monkeypatch):
     """The scale is at first so large that step 1 overflows. Step 3 begins with the scale of the checkpoint."""
     monkeypatch.setattr(LossScale.__new__, "__defaults__", (2**34, 0, 0))

@@ -179,16 +179,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"newer"
 
 
-def test_every_flip_of_every_byte_is_found(tmp_path):
+def test_a_flip_of_any_byte_is_found(tmp_path):
     folder = tmp_path / "x"
     write(folder, NEW)
     for name in (*NEW, MANIFEST):
         path = folder / name
         whole = path.read_bytes()
         for position in range(len(whole)):
-            for bit in (0x01, 0x20, 0x80):
-                path.write_bytes(whole[:position] + bytes([whole[position] ^ bit]) + whole[position + 1 :])
-                assert find_damage(folder), (name, position, bit)
+            flipped = whole[position] ^ 1 << position % 8
+            path.write_bytes(whole[:position] + bytes([flipped]) + whole[position + 1 :])
+            assert find_damage(folder), (name, position)
         for length in range(len(whole)):
             path.write_bytes(whole[:length])
             assert find_damage(folder), (name, length)

@@ -111,8 +111,8 @@ def reference(inputs, tmp_path_factory):
 @pytest.mark.parametrize(
     ("base", "word"),
     [
-        ("phi3", "training.gradient_checkpointing=true"),
-        ("phi", "training.packing=false"),
+        pytest.param("phi3", "training.gradient_checkpointing=true", marks=pytest.mark.slow),
+        pytest.param("phi", "training.packing=false", marks=pytest.mark.slow),
         ("longrope", "training.max_tokens_per_microbatch=90"),
     ],
 )
@@ -128,6 +128,7 @@ def test_full_fine_tuning_goes_through_the_engine_too(inputs, reference, tmp_pat
     assert_one_curve(tmp_path / "run", reference("phi3", *words))
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_in_bf16_comes_as_close_as_the_models_own_forward_does(inputs, reference, tmp_path):
     words = ("training.method=full", "optim.learning_rate=1e-3")
     train(inputs, tmp_path / "run", "phi3", *words, "training.precision=bf16")

@@ -27,7 +27,7 @@ from finetune.training.train import train as train_as_configured
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
-from tests.tiny_training import curve, record, refuse_to_differ_after_a_break, train, words_for
+from tests.tiny_training import losses, record, refuse_to_differ_after_a_break, train, words_for
 
 SIZES = {
     "vocab_size": MODEL_VOCABULARY,
@@ -54,10 +54,6 @@ def words(inputs, tmp_path):
     return [*words_for(inputs, tmp_path / "run"), *own]
 
 
-def losses(run):
-    return [step["loss"] for step in curve(run)]
-
-
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +78,7 @@ def test_the_curve_is_near_that_of_bf16_and_the_error_is_recorded(words, tmp_pat
     assert others == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_fp8_in_the_upper_half_of_the_layers_changes_less(words, tmp_path):
     words = [*words, "training.max_steps=1"]
     train(words)
@@ -105,6 +102,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path):
         train([*words, "model.frozen_precision=auto"])
 
 
+@pytest.mark.slow
 def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path):
     """Its scale is that of its token, so the split into micro-batches changes no more than in bf16."""
     train([*words, "training.max_steps=1"])
@@ -114,6 +112,7 @@ def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path):
     assert ours == pytest.approx(other, rel=4 * torch.finfo(torch.bfloat16).eps)
 
 
+@pytest.mark.slow
 def test_preferences_train_on_fp8_and_their_reference_is_the_base_in_fp8(words, tmp_path):
     """An untrained adapter is its reference exactly, so the first loss is that of the paper: log 2."""
     (tmp_path / "rows").mkdir()

@@ -157,6 +157,7 @@ def test_a_run_records_who_wrote_each_token_and_what_was_called(run):
     assert steps[0]["num_targets"] == sum(sum(answer["parts"][::2]) for answer in first)
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(run, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(words(inputs, tmp_path), run, tmp_path / "broken")
