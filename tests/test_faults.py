@@ -16,6 +16,7 @@ from finetune.runs.verification import newest_valid
 from tests.launches import LAUNCHERS, REPOSITORY, alive_with, free_port, place_variables, wait_until
 from tests.scenes import Scenes
 from tests.tiny_runs import random_model_words, write_base, write_rows
+from tests.tiny_training import events
 from tests.warm import with_interpreter
 
 SCRIPT = REPOSITORY / "tests" / "faulty_run.py"
@@ -142,8 +143,7 @@ class Play:
         assert newest_valid(folder) == folder.checkpoint(newest)
 
     def losses(self):
-        events = [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
-        return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+        return {event["step"]: event["loss"] for event in events(self.run_folder, "step")}
 
     def stop(self):
         """End what a failed test left; after a good one there is nothing."""

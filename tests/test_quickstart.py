@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.in_process import run_finetune
+from tests.tiny_training import events
 
 pytestmark = pytest.mark.slow
 
@@ -58,12 +59,8 @@ def here(quickstart, monkeypatch):
     return quickstart[0]
 
 
-def read_events(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_adapter_learns_what_the_base_cannot_do(quickstart):
-    scores = {event["model"]: event for event in read_events(quickstart[0]) if event["event"] == "test"}
+    scores = {event["model"]: event for event in events(quickstart[0] / "runs/quickstart", "test")}
     assert scores["base"]["exact_match"] < 0.05
     assert scores["tuned"]["exact_match"] >= 0.95
     assert scores["tuned"]["json_valid"] >= scores["tuned"]["exact_match"]
@@ -73,7 +70,7 @@ def test_the_adapter_learns_what_the_base_cannot_do(quickstart):
 def test_it_shows_progress_a_table_three_prompts_and_the_next_command(quickstart):
     _, done = quickstart
     assert re.search(r"step \d+/\d+ · epoch 1 · loss [\d.]+ · [\d,]+ tokens/s · .* left", done.stderr)
-    tuned = next(e for e in read_events(quickstart[0]) if e["event"] == "test" and e["model"] == "tuned")
+    tuned = next(e for e in events(quickstart[0] / "runs/quickstart", "test") if e["model"] == "tuned")
     assert f"{tuned['exact_match']:.1%}" in done.stdout
     assert [done.stdout.count(f"\n {name} ") for name in ("prompt", "expected", "base", "tuned")] == [3, 3, 3, 3]
     assert "Written to runs/quickstart" in done.stdout
@@ -112,7 +109,7 @@ def test_evaluate_measures_the_same_losses_again(here):
     """Answers too, of fewer rows, in tests/inference/test_evaluate_command.py."""
     done = run_finetune("evaluate", "runs/quickstart", "testing.batch_size=7", *SHORT)
     assert done.returncode == 0, done.errors
-    for event in read_events(here):
+    for event in events(here / "runs/quickstart"):
         if event["event"] == "test":
             assert f"{event['loss']:.4f}" in done.answer
 

@@ -8,7 +8,6 @@ import json
 import re
 import runpy
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
@@ -17,6 +16,7 @@ from finetune import load_config
 from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY, run_launched
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import events
 
 pytestmark = pytest.mark.warm
 
@@ -40,16 +40,11 @@ def words(tmp_path_factory):
     return [f"model.path={base}", f"data.path={rows}", f"data.cache_dir={folder / 'cache'}", *TINY]
 
 
-def steps_in(folder: Path) -> list[dict]:
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == "step"]
-
-
 @pytest.mark.parametrize("name", ["finetune_lora", "finetune_full", "debug_single_gpu"])
 def test_a_recipe_runs(tmp_path, words, name):
     done = run_script(RECIPES / f"{name}.py", [*words, f"output_dir={tmp_path / 'run'}"])
     assert done.returncode == 0, done.stdout
-    assert len(steps_in(tmp_path / "run")) == 2
+    assert len(events(tmp_path / "run", "step")) == 2
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "completed"
     weights = "model.safetensors" if name == "finetune_full" else "adapter_model.safetensors"
     assert (tmp_path / "run/adapter" / weights).is_file()
@@ -71,7 +66,7 @@ def test_full_fine_tuning_runs_as_two_processes(tmp_path, words):
     assert done.returncode == 0, done.stdout
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["world_size"], record["launcher"], record["backend"]) == (2, "accelerate", "gloo")
-    assert len(steps_in(tmp_path / "run")) == 2
+    assert len(events(tmp_path / "run", "step")) == 2
 
 
 @pytest.mark.parametrize("name", ["train_ddp_standalone", "train_ddp_torchrun"])
@@ -103,7 +98,7 @@ def test_the_guides_script_trains_as_two_processes_and_tests_on_rank_0(tmp_path,
     assert record["status"] == "completed"
     assert (record["world_size"], record["launcher"], record["backend"]) == (2, "torchrun", "gloo")
     assert record["global_batch"] == {"global_batch_size": 16, "batch_size": 4, "world_size_asked": 2}
-    assert len(steps_in(tmp_path / "run")) == 2
+    assert len(events(tmp_path / "run", "step")) == 2
     assert done.stdout.count("Training and testing completed successfully!") == 1
     assert done.stdout.count("Next: finetune generate") == 1
 
@@ -153,8 +148,7 @@ def test_a_finished_bf16_run_measures_the_same_again(tmp_path, words):
     run = [*words, f"output_dir={tmp_path / 'run'}", "training.precision=bf16"]
     done = run_finetune("train", *run)
     assert done.returncode == 0, done.stdout
-    events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    losses = {event["model"]: f"{event['loss']:.4f}" for event in events if event["event"] == "test"}
+    losses = {event["model"]: f"{event['loss']:.4f}" for event in events(tmp_path / "run", "test")}
     assert set(losses) == {"base", "tuned"}
     again = run_finetune("evaluate", tmp_path / "run")
     assert again.returncode == 0, again.stdout

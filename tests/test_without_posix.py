@@ -10,6 +10,7 @@ import pytest
 from finetune.runs.file_lock import is_held
 from tests.launches import run_command
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import events
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -42,5 +43,4 @@ def test_a_run_and_the_commands_around_it_do_without_posix(tmp_path):
     assert (record["status"], record["result"]["step"]) == ("completed", 5)
     assert (tmp_path / "page.html").is_file()
     assert not is_held(tmp_path / "run/.lock")
-    resources = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert all(event["host_memory"] > 0 for event in resources if event["event"] == "resources")
+    assert all(event["host_memory"] > 0 for event in events(tmp_path / "run", "resources"))

@@ -139,6 +139,11 @@ def events(run: Path, kind: str | None = None) -> list[dict]:
     return [line for line in lines if kind is None or line["event"] == kind]
 
 
+def losses(run: Path) -> list[float]:
+    """The loss of each step."""
+    return [event["loss"] for event in events(run, "step")]
+
+
 def curve(run: Path) -> list[dict]:
     measured = ("tokens_per_second", "rollout_seconds")
     return [{key: value for key, value in e.items() if key not in measured} for e in events(run, "step")]

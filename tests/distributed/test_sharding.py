@@ -18,6 +18,7 @@ from finetune.training.memory.forecast import Shards, Weights
 from finetune.training.train import build_trainer
 from tests.curves import Case, assert_one_world, reporting_words, reports_of_run, run_and_report, run_words
 from tests.launches import LAUNCHERS, run_command
+from tests.tiny_training import events, record
 
 SHARDED = "parallel.sharding=fsdp2"
 CHECKPOINTED = "training.gradient_checkpointing=true"
@@ -109,20 +110,11 @@ def assert_same_bytes(one, other):
 
 
 def in_test_phase(folder):
-    tests = [event for event in events(folder) if event["event"] == "test"]
-    return [{name: value for name, value in event.items() if name != "time"} for event in tests]
-
-
-def events(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in event.items() if name != "time"} for event in events(folder, "test")]
 
 
 def figures(folder, name):
     return [event[name] for event in events(folder) if name in event and event["event"] in ("step", "validation")]
-
-
-def record(folder):
-    return json.loads((folder / "run.json").read_text())
 
 
 def assert_sharded_is_unsharded(whole, shards):

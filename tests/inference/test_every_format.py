@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.in_process import run_finetune
 from tests.tiny_runs import write_base
+from tests.tiny_training import events
 
 pytestmark = pytest.mark.slow
 
@@ -112,8 +113,7 @@ def test_chat_says_what_generate_says(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_evaluate_measures_what_the_run_measured(run: Run) -> None:
     found = json.loads(printed("evaluate", run.folder, "--json"))
-    events = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    tests = {event["model"]: event for event in events if event["event"] == "test"}
+    tests = {event["model"]: event for event in events(run.folder, "test")}
     assert found["num_rows"] == len(SPLITS["test"])
     for name in ("base", "tuned"):
         assert found[name]["loss"] == pytest.approx(tests[name]["loss"], rel=1e-6)

@@ -3,6 +3,7 @@
 import json
 
 from tests.in_process import run_finetune
+from tests.tiny_training import events
 
 
 def changed(file, *names, value):
@@ -19,8 +20,7 @@ def test_a_receipt_is_read_from_the_run_and_checked_against_it(own_copy):
     assert run_finetune("verify", "--receipt", own_copy).returncode == 2, "there is none yet"
     run_finetune("receipt", own_copy, code=0)
     receipt = json.loads((own_copy / "receipt.json").read_text())
-    steps = [json.loads(line) for line in (own_copy / "metrics.jsonl").read_text().splitlines()]
-    steps = [event for event in steps if event["event"] == "step"]
+    steps = events(own_copy, "step")
     record = json.loads((own_copy / "run.json").read_text())
     trained, total = record["parameters"]["trained"], record["parameters"]["all"]
     assert 0 < trained < total

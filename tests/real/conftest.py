@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from finetune.runs.file_lock import file_lock
 from tests.launches import REPOSITORY, run_command
 from tests.rounding import relative_difference
-from tests.tiny_training import events
+from tests.tiny_training import losses
 from tools.real_model import UnavailableError
 
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
@@ -52,11 +52,6 @@ def write_orders(folder: Path, **numbers: int) -> Path:
         lines = (ORDERS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / f"{split}.jsonl").write_text("".join(lines[:number]), encoding="utf-8")
     return folder
-
-
-def losses(run: Path) -> list[float]:
-    """The loss of each step."""
-    return [event["loss"] for event in events(run, "step")]
 
 
 def assert_same_curve(run: Path, other: Path) -> None:

@@ -29,10 +29,10 @@ from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import evaluation_mode
 from tests.export.llama_cpp_build import add_to_path, build, download, needs_llama_cpp
 from tests.launches import run_command
-from tests.real.conftest import HOME, assert_same_curve, losses, write_orders
+from tests.real.conftest import HOME, assert_same_curve, write_orders
 from tests.real.test_learning import record
 from tests.rounding import relative_difference
-from tests.tiny_training import events
+from tests.tiny_training import events, losses
 from tools.real_model import CACHE, extract_gguf
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launches import run_command, start_command
-from tests.real.conftest import assert_same_curve, losses, write_orders
+from tests.real.conftest import assert_same_curve, write_orders
 from tests.rounding import relative_difference
-from tests.tiny_training import events
+from tests.tiny_training import events, losses
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
 

@@ -31,6 +31,7 @@ from tests.replay.scene import edit_json, edit_lines
 from tests.report.runs import HOSTILE, Parsed, loss_at, write_run
 from tests.tiny import tiny_tokenizer
 from tests.tiny_runs import random_model_words, write_rows
+from tests.tiny_training import events
 
 ELEMENTS = {
     "html", "head", "meta", "title", "link", "style", "body", "main", "header", "p", "h1", "h2", "h3", "bdi", "span",
@@ -361,8 +362,7 @@ def test_answers_of_both_models_stand_side_by_side(tmp_path):
 def test_no_number_stands_twice_on_the_page(tmp_path):
     """A page says the score once, and in the headline of a run without test rows the validation loss."""
     tested, untested = write_run(tmp_path / "a"), write_run(tmp_path / "b")
-    events = [json.loads(line) for line in (untested / "metrics.jsonl").read_text().splitlines()]
-    kept = [json.dumps(event) for event in events if event["event"] != "test"]
+    kept = [json.dumps(event) for event in events(untested) if event["event"] != "test"]
     (untested / "metrics.jsonl").write_text("\n".join(kept) + "\n")
     text = page_of(tested).text
     assert {value: text.count(value) for value in ("87.5 %", "12.5 %", "0.4167", "0.3167")} == {

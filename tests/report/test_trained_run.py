@@ -8,6 +8,7 @@ import pytest
 
 from tests.launches import REPOSITORY, run_command
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import events
 
 _REPORT_WITHOUT_TORCH = """
 import sys
@@ -56,11 +57,11 @@ def test_the_answers_of_the_test_phase_stand_on_the_page(run):
 
 @pytest.mark.slow
 def test_every_key_of_metrics_jsonl_is_documented(run):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert {event["event"] for event in events} == {"step", "validation", "resources", "checkpoint", "test"}
+    written = events(run)
+    assert {event["event"] for event in written} == {"step", "validation", "resources", "checkpoint", "test"}
     text = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
     rows = text.split("## `metrics.jsonl`")[1].split("\n## ")[0].splitlines()
-    for event in events:
+    for event in written:
         (row,) = [row for row in rows if row.startswith(f"| `{event['event']}` |")]
         for name in event.keys() - {"event", "step"}:
             assert f"`{name}`" in row, f"docs/watching.md does not describe {name} of a {event['event']} event"

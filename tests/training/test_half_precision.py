@@ -12,7 +12,7 @@ from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
 from finetune.training import loss_scale, training_run
 from finetune.training.loss_scale import LossScale
-from tests.tiny_training import break_at, contents, curve, record, words_for
+from tests.tiny_training import break_at, contents, curve, losses, record, words_for
 from tests.training.test_trainer import train
 
 TOO_LARGE = 2**34
@@ -39,10 +39,6 @@ def in_fp32(inputs, tmp_path_factory):
 @pytest.fixture
 def starts_too_large(monkeypatch):
     monkeypatch.setattr(LossScale.__new__, "__defaults__", (TOO_LARGE, 0, 0))
-
-
-def losses(run):
-    return [step["loss"] for step in curve(run)]
 
 
 def state(run, step):

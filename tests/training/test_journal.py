@@ -21,6 +21,7 @@ from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.trackers import Trackers
 from finetune.training.saver import publish_best
 from finetune.training.step import StepResult
+from tests.tiny_training import events
 
 STEP = ["event", "step", "epoch", "loss", "learning_rate", "grad_norm"]
 STEP += ["num_targets", "num_tokens", "num_computed", "tokens_per_second"]
@@ -54,7 +55,7 @@ def write_all(folder: Path) -> list[dict[str, object]]:
     scores = {"base": Scores(loss=2.0), "tuned": Scores(loss=0.2, metrics={"exact_match": 0.93})}
     journal.test(Evaluation(num_rows=3, scores=scores))
     journal.close(None)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return events(folder)
 
 
 def test_events_have_the_keys_of_the_docs_in_their_order(tmp_path: Path) -> None:

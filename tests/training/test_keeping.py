@@ -20,6 +20,7 @@ from finetune.runs.recorded_run import RecordedRun
 from finetune.training import keeping
 from finetune.training.train import train
 from tests.launches import REPOSITORY, run_command
+from tests.tiny_training import events, losses
 
 MEASURED = ["Good morning.", "Send a chair.", "Hello.", "Where is Porto?", "Why?"]
 """More than are measured at once, so that each of two processes has some. The first is one of those below."""
@@ -65,11 +66,6 @@ def run(base, tmp_path):
     return run
 
 
-def events(folder, event):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [each for each in map(json.loads, lines) if each["event"] == event]
-
-
 def test_two_runs_do_not_write_the_same_answers_to_the_cache_together(tmp_path):
     """One of them would rename the unfinished file of the other, which would then be refused by strict=true."""
     path, fallbacks = tmp_path / "base-answers-0.safetensors", Fallbacks(strict=True)
@@ -80,10 +76,6 @@ def test_two_runs_do_not_write_the_same_answers_to_the_cache_together(tmp_path):
     keeping._write_to_cache(runtime, path, [([1, 2, 3], 1)], "key")
     assert keeping._read(path, "key", vocabulary=9) == [([1, 2, 3], 1)]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
-def losses(folder):
-    return [step["loss"] for step in events(folder, "step")]
 
 
 @pytest.mark.slow

@@ -39,20 +39,12 @@ from finetune.training.own_code import call_callbacks, fingerprint_code
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched
 from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config
+from tests.tiny_training import losses, record
 from tests.training.own_code import ROWS, length, smoothed
 
 SCRIPT = Path(__file__).with_name("own_code.py")
 SETTINGS = {"training.max_steps": 2, "training.batch_size": 8, "testing.num_samples": 0, "training.device": "cpu"}
 SETTINGS |= {"testing.max_new_tokens": 8, "validation.max_new_tokens": 8, "testing.general_prompts": "none"}
-
-
-def record(run):
-    return json.loads((run / "run.json").read_text())
-
-
-def losses(run):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] == "step"]
 
 
 def shipped_model():
