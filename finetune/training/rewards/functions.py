@@ -22,7 +22,7 @@ from finetune.data.values import quote
 from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import exact_match, json_equal, json_valid, token_f1
-from finetune.signals import Terminated
+from finetune.signals import Terminated, received_stop_signal
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, RewardSection
@@ -230,7 +230,7 @@ class Rewards:
         first = f"{len(answers)} answers, the first to {answers[0].source}"
         try:
             return call_within(
-                self.timeout_seconds, lambda: _as_list(self._own[name](**arguments)), name=f"reward function {name}"
+                self.timeout_seconds, lambda: _called(self._own[name], arguments), name=f"reward function {name}"
             )
         except DeadlineExceededError:
             raise DataError(self._late(name, answers)) from None
@@ -238,6 +238,16 @@ class Rewards:
             raise
         except (Exception, SystemExit) as error:  # it is the user's own code, which may call sys.exit
             raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function in a thread, where no signal raises KeyboardInterrupt: it is the function's own error."""
+    try:
+        return _as_list(function(**arguments))
+    except KeyboardInterrupt as error:
+        if received_stop_signal() is not None:  # perhaps of a program that the function started, and Ctrl-C ended
+            raise
+        raise RuntimeError("it raised KeyboardInterrupt") from error
 
 
 def _as_list(values: Any) -> Any:

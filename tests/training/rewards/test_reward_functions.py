@@ -31,6 +31,7 @@ def some(completions, **columns): return [None, *[1] * (len(completions) - 1)]
 def truth(completions, **columns): return tuple(len(completion) > 1 for completion in completions)
 def fails(completions, **columns): return [1 / 0 for _ in completions]
 def leaves(completions, **columns): raise SystemExit(3)
+def interrupts(completions, **columns): raise KeyboardInterrupt
 def returns_nan(completions, **columns): return [0.5, float("nan"), 1.0][: len(completions)]
 def returns_huge(completions, **columns): return [0, 10**400, 1][: len(completions)]
 def returns_word(completions, **columns): return [0, "0.5", 1][: len(completions)]
@@ -178,6 +179,7 @@ def test_a_function_of_trl_is_called_as_trl_calls_it():
     [
         ("fails", r"failed on 3 answers, the first to rows.jsonl:1: ZeroDivisionError\('division by zero'\)"),
         ("leaves", r"failed on 3 answers, the first to rows.jsonl:1: SystemExit\(3\)"),
+        ("interrupts", r"failed on 3 answers, .*: RuntimeError\('it raised KeyboardInterrupt'\)\. Correct it"),
         ("takes_no_columns", "failed on 3 answers.*TypeError.*unexpected keyword argument"),
         ("returns_nan", r"gave nan for the answer 'bb' to rows.jsonl:2; expected a number below 1e\+100 in size, or N"),
         ("returns_huge", "gave 10+… for the answer 'bb' to rows.jsonl:2"),
