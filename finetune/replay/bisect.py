@@ -242,11 +242,13 @@ def read_steps_option(text: str | None, path: Path) -> StepPlan:
     """Read `--steps 5-8`: steps that follow the start of a run, or a kept checkpoint. Empty without the option.
 
     Raises:
-        ConfigError: the text is not a range, or the run has no such checkpoint.
+        ConfigError: the text is not a range, or the run has no such checkpoint, or no step after it.
     """
     if text is None:
         return {}
-    starts = [0, *RecordedRun(path).folder.checkpoint_steps()]
+    run = RecordedRun(path)
+    recorded = recorded_trace(run).steps
+    starts = [0, *(step for step in run.folder.checkpoint_steps() if step + 1 in recorded)]
     match = re.fullmatch("([0-9]+)-([0-9]+)", text)
     first, last = map(int, match.groups()) if match else (0, 0)
     if first - 1 not in starts or last < first:
