@@ -320,7 +320,7 @@ def _find_oddities(example: Example, template: ChatTemplate) -> tuple[bool, bool
     turns, are_reordered = as_messages(example).messages, False
     questions = [turn["content"] for turn in turns if turn["role"] == "user"]
     if any("tool_call_id" in turn for turn in turns):
-        from finetune.data.tool_calls import are_results_reordered
+        from finetune.data.result_order import are_results_reordered
 
         are_reordered = are_results_reordered(turns, template)
     return any(not question.strip() for question in questions), are_reordered

@@ -146,7 +146,7 @@ def read_question(question: str, cells: Cells, *, is_text: bool = True) -> str |
     if cells.has("history"):
         from finetune.data.turn_spellings import turns_of_history
 
-        earlier = turns_of_history(cells)
+        earlier = turns_of_history(cells["history"], cells.name("history"))
     tools = parse_tools(cells.get("tools"), cells.name("tools"))
     if is_text and not (earlier or tools or cells.has("system")):
         return question

@@ -13,7 +13,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path, PurePath
 from typing import IO, Any, AnyStr, Protocol
 
-from finetune.data.values import DuplicateKeyError, refuse_constant, with_unique_keys
+from finetune.data.values import CONVERT, DuplicateKeyError, refuse_constant, with_unique_keys
 from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error
 
@@ -32,7 +32,6 @@ _LINES_EXPECTED = (
     "Write each row on one line, as json.dumps and `jq -c .` do, without commas between rows. A file that is one list "
     "of rows must end in .json."
 )
-CONVERT = "If the file is in Windows-1252, convert it: `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW`."
 _USUAL_CAUSES = ("the text ends before the value does", "a comma that nothing follows", "the text of a Python object")
 """Mistakes that the messages of Python's reader do not name. If the first line has one, so have the others."""
 _BETWEEN_ROWS = re.compile(r"[\s,]*")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.compressed import MOST_RATIO, most_unpacked
-from finetune.data.readers import CONVERT
+from finetune.data.values import CONVERT
 from finetune.errors import DataError
 from finetune.logs import hear_libraries
 from finetune.units import format_bytes

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+CONVERT = "If the file is in Windows-1252, convert it: `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW`."
 _LONGEST_QUOTE = 60
 _PYTHON_TURNS = re.compile(r"\s*(?:array\(|list\()?[\[(\s]*\{\s*'(?:role|from|content|value)'\s*:")
 """The text of Python objects with turns. NumPy writes them without commas."""
