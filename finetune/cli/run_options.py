@@ -30,9 +30,13 @@ def find_run_folder(folder: Folder) -> Folder:
     """
     from finetune.config.config_files import SAVED_CONFIG
 
-    in_runs = Path("runs", folder or "")
     try:
-        return in_runs if folder and not folder.exists() and (in_runs / SAVED_CONFIG).is_file() else folder
+        if folder:
+            folder.stat()
+        return folder
+    except (FileNotFoundError, NotADirectoryError):
+        in_runs = Path("runs", folder or "")
+        return in_runs if (in_runs / SAVED_CONFIG).is_file() else folder
     except (OSError, ValueError) as error:  # closed by another user, a name that is too long, or one with a NUL
         raise ConfigError(f"{str(folder)[:200]!r} is no folder that can be read: {first_line(error)[:200]}") from error
 

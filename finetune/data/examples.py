@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -196,16 +197,15 @@ def _sources_of(section: DataSection) -> list[DataSection]:
 
 def _is_here(path: str) -> bool:
     try:
-        return local_path(resolve_shipped(path)).exists() or bool(_matching(path))
+        return bool(local_path(resolve_shipped(path)).stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return bool(_matching(path))
     except OSError:
         return True  # it may not be read; reading it raises an error that says so
 
 
 def _is_file(path: str) -> bool:
-    try:
-        return local_path(path).is_file()
-    except OSError:
-        return False  # it may not be looked at
+    return os.path.isfile(local_path(path))  # noqa: PTH113 (also answers for what may not be looked at)
 
 
 def _matching(pattern: str) -> list[str]:

@@ -95,7 +95,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps that have a checkpoint folder, intact or not, in ascending order."""
-        return [step for step in _steps_in(self.checkpoints, _STEP_FOLDER) if self.checkpoint(step).is_dir()]
+        return _steps_in(self.checkpoints, _STEP_FOLDER, only_folders=True)
 
     def check(self, resume: Literal["never", "auto"] = "never") -> None:
         """Refuse a folder that `open` would refuse, before a model is loaded for minutes. Nothing is written.
@@ -272,7 +272,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.close()
 
 
-def _steps_in(folder: Path, pattern: re.Pattern[str]) -> list[int]:
-    """Return the steps in the names of a folder's files, in ascending order; none if there is no folder."""
-    matches = (pattern.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return sorted(int(match[1]) for match in matches if match)
+def _steps_in(folder: Path, pattern: re.Pattern[str], *, only_folders: bool = False) -> list[int]:
+    """Return the steps in the names in a folder, in ascending order; none if there is no folder to read."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        matches = [pattern.fullmatch(entry.name) for entry in entries if not only_folders or entry.is_dir()]
+        return sorted(int(match[1]) for match in matches if match)
+    return []
