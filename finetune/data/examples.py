@@ -405,7 +405,7 @@ def _find_splits(section: DataSection) -> _Splits | None:
 
         saved = saved_splits(path, section.path)
         return _Splits("a datasets directory", section.path, list(saved), saved.__getitem__)
-    if path.is_dir():
+    if _is_here(section.path):
         return _local_folder(section, path, section.path)
     if not is_hub_id(section.path):
         raise DataError(_not_there("path", section.path))
