@@ -159,7 +159,7 @@ def build_loaders(
     if any(loader is not None and loader.num_workers for loader in loaders):
         from finetune.training.data_workers import prepare_for_workers
 
-        prepare_for_workers()
+        prepare_for_workers(loaders)
     _log.info(
         "Training set size: %s, Validation set size: %s, Test set size: %s",
         *(f"{len(split or ()):,}" for split in (splits.train, splits.validation, splits.test)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from finetune.config.compose import load_config
 from finetune.config.schema import Config, LoraSection
@@ -23,6 +25,7 @@ from finetune.main_memory import read_main_memory
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
+from finetune.training.data_workers import prepare_for_workers
 from finetune.training.forward import Computation
 from finetune.training.memory import choice as memory_choice
 from finetune.training.memory import forecast as memory_forecast
@@ -310,6 +313,14 @@ def test_loaders_have_workers_and_pinned_memory_on_cuda_unless_the_configuration
     assert (on_cpu.num_workers, on_cpu.pin_memory) == (0, False)
     asked = config_of("training.num_workers=0", "training.pin_memory=false").training
     assert loader_keys_on("cuda", asked) == asked
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems start workers in another way")
+def test_workers_are_forked_so_that_none_imports_the_script_again() -> None:
+    with_workers, without = DataLoader([1], num_workers=1), DataLoader([1])  # type: ignore[arg-type]
+    prepare_for_workers([with_workers, without, None])
+    assert with_workers.multiprocessing_context.get_start_method() == "fork"
+    assert without.multiprocessing_context is None
 
 
 SCRIPT = REPOSITORY / "tests" / "training" / "short_of_memory.py"
