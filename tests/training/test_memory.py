@@ -317,10 +317,12 @@ def test_loaders_have_workers_and_pinned_memory_on_cuda_unless_the_configuration
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems start workers in another way")
 def test_workers_are_forked_so_that_none_imports_the_script_again() -> None:
-    with_workers, without = DataLoader([1], num_workers=1), DataLoader([1])  # type: ignore[arg-type]
-    prepare_for_workers([with_workers, without, None])
-    assert with_workers.multiprocessing_context.get_start_method() == "fork"
-    assert without.multiprocessing_context is None
+    rows: Any = [1]
+    forked: Any = DataLoader(rows, num_workers=1)
+    alone: Any = DataLoader(rows)
+    prepare_for_workers([forked, alone, None])
+    assert forked.multiprocessing_context.get_start_method() == "fork"
+    assert alone.multiprocessing_context is None
 
 
 SCRIPT = REPOSITORY / "tests" / "training" / "short_of_memory.py"
