@@ -221,7 +221,7 @@ def test_a_bad_row_of_the_validation_split_would_have_failed_and_so_would_a_fold
     record = json.loads(ended.answer)
     assert record["plan"]["batches"]["world_size"] == 3
     assert {name: stage["outcome"] for name, stage in stages.items()} == {
-        **{"plan": "ok", "folders": "failed", "stand-in": "ok", "data": "failed"},
+        **{"plan": "failed", "folders": "failed", "stand-in": "ok", "data": "failed"},
         **dict.fromkeys(["train", "kill", "resume", "merge", "verify"], "not run"),
     }
     assert "a part of the path is a file" in stages["folders"]["what"]
