@@ -119,7 +119,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
     step = "" if run["step"] is None else f"{run['step']}/{run['num_steps']}" if run["num_steps"] else str(run["step"])
     losses = ["" if run[name] is None else f"{run[name]:.4f}" for name in _LOSSES]
-    # The names are those of others: a line of its own could look like another run.
+    # A line break in a name could make one run look like two.
     name, model, data = ((run[key] or "").replace("\n", "<U+000A>") for key in ("name", "model", "data"))
     return [
         name,

@@ -38,7 +38,7 @@ _ODD_ROWS = {
     "most_targets": "with loss on more than 99 % of them",
     "repeated": "that repeat an earlier one",
     "empty_question": "with an empty question",
-    "reordered_results": "with tool results in another order than their calls, of which the template writes no ids",
+    "reordered_results": "with tool results in another order than their calls, though the chat template writes no ids",
 }
 _RAISE_LENGTH = "Raise data.max_length (the longest has {longest:,} tokens)"
 

@@ -101,7 +101,7 @@ def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, l
 
 
 def _first_failed(codes: Sequence[int | None]) -> int | None:
-    """Return the lowest rank whose exit code is that of a failure; None if there is none."""
+    """Return the lowest rank that has failed, or None. `codes` has None for a rank that still runs."""
     return next((r for r, code in enumerate(codes) if code not in (None, 0, PreemptedError.exit_code)), None)
 
 

@@ -1,4 +1,4 @@
-"""Set for a launch what torch has only once for a process, and give it back."""
+"""Set torch's settings of the whole process for a launch, and restore them after it."""
 
 from __future__ import annotations
 

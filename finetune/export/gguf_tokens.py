@@ -119,7 +119,7 @@ def refuse_other_tokenizer(tokenizer: Any) -> None:
 
 
 def may_be_read_by_llama_cpp(model: Path) -> bool:
-    """Return False for a folder whose tokenizer no GGUF file can hold: it is not BPE, or splits text as phi_tiny's.
+    """Return False if no GGUF file can hold a folder's tokenizer: it is not BPE, or splits text as that of phi_tiny.
 
     llama.cpp knows a list of tokenizers, which is in its converter. Of the others, only phi_tiny's is known here.
     """

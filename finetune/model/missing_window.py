@@ -1,4 +1,4 @@
-"""Refuse a model without a sliding window whose class in transformers cannot compute without one."""
+"""Refuse a model without a sliding window if its class in transformers needs one."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ LATEST = "latest"
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
 _SILENT_SECONDS = 600.0
-"""A run of another user, of which this user may not test the lock, has written something in this time."""
+"""A run of another user that has written nothing for so long may have ended. Its lock cannot be tested."""
 _LOCK_OF_OTHERS = (
     "its lock belongs to another user, and nothing was written for 10 minutes: it may run on another machine, or "
     "it was killed"

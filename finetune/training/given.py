@@ -265,7 +265,7 @@ def _describe_adapter(model: Any) -> dict[str, object]:
 
 
 def _refuse_partly_frozen(model: Any) -> None:
-    """Refuse a PEFT model whose adapter trains in part, or whose base trains beside it.
+    """Refuse a PEFT model if tensors of its adapter are frozen, or if tensors of its base are not.
 
     PEFT unfreezes all of an adapter whenever the adapter is switched off and on again, as to measure the base, and an
     adapter's file holds no weight of the base.

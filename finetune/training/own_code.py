@@ -153,7 +153,8 @@ def _forms_of(model: Any) -> dict[str, _Form]:
 def _change_of(before: Mapping[str, _Form], model: Any) -> str:
     """Say what a callback changed in a model; empty if nothing.
 
-    Without an adapter, a callback may freeze some weights. PEFT unfreezes those of an adapter when it switches it on.
+    Without an adapter, a callback may freeze some weights. With one it may not: PEFT unfreezes the whole adapter when
+    it switches the adapter on.
     """
     after = _forms_of(model)
     common = [name for name in before if name in after]
