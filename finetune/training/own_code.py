@@ -92,11 +92,13 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, na
 
     error: Exception | None = None
     answers: set[str] = set()
-    before = None if runtime.placement.shard_size is not None else _forms_of(model)  # sharding exchanges weights
-    modes = [(module, module.training) for module in model.modules()]
+    callbacks = [callback for callback in callbacks if hasattr(callback, name)]
+    is_compared = bool(callbacks) and runtime.placement.shard_size is None  # sharding exchanges weights
+    before = _forms_of(model) if is_compared else None
+    modes = [(module, module.training) for module in model.modules()] if callbacks else []
     for callback in callbacks:
-        method = getattr(callback, name, None)
-        if method is None or error is not None:
+        method = getattr(callback, name)
+        if error is not None:
             continue
         where = f"{type(callback).__name__}.{name}"
         try:
@@ -140,12 +142,12 @@ class _Form(NamedTuple):
 
 def _forms_of(model: Any) -> dict[str, _Form]:
     """Describe each weight, and of each layer with adapters how many are merged and whether they are switched off."""
-    forms = {
-        name: _Form(id(weight), weight.dtype, tuple(weight.shape), weight.requires_grad)
-        for name, weight in model.named_parameters()
-    }
-    for name, module in model.named_modules():
-        if hasattr(module, "merged_adapters"):
+    forms = {}
+    for name, module in model.named_modules():  # one pass, since a callback may be called after each step
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                forms[f"{name}.{key}"] = _Form(id(weight), weight.dtype, tuple(weight.shape), weight.requires_grad)
+        if "merged_adapters" in vars(module):
             forms[name] = _Form(id(module), None, (len(module.merged_adapters), int(module.disable_adapters)), False)
     return forms
 
@@ -157,6 +159,8 @@ def _change_of(before: Mapping[str, _Form], model: Any) -> str:
     it switches the adapter on.
     """
     after = _forms_of(model)
+    if after == before:
+        return ""
     common = [name for name in before if name in after]
     frozen = [name for name in common if before[name].trains and not after[name].trains]
     may_freeze = not has_adapter(model) and any(form.trains for form in after.values())
