@@ -20,9 +20,9 @@ def refuse_missing_window(config: Any, name: str) -> None:
     Raises:
         ModelError: says what to set in config.json.
     """
-    why = ""
     if getattr(config, "sliding_window", 0) is not None or not getattr(config, "layer_types", None):
         return
+    why = ""
     with suppress(Exception):  # of any class of transformers
         model = random_model(shrunken_config(config))
         try:

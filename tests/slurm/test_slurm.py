@@ -198,12 +198,11 @@ def test_a_model_larger_than_a_gpu_trains_like_one_process(cluster, tmp_path, ca
     assert_one_curve(trained, reference_of(case), case.row(form, 2 * num_nodes))
 
 
-@pytest.mark.warm
-def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_had_been(cluster, tmp_path):
-    log = tmp_path / "job.log"
+def start_on_one_node(cluster, folder):
+    """Submit a job of two tasks, and wait until it trains. Return its id, and functions that read its log and state."""
+    log = folder / "job.log"
     here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", "--ntasks-per-node=2"]
-    file = LAUNCH_FILES / "slurm_one_node.sbatch"
-    words = [file, "task=finetune_lora", *run_words(tmp_path / "run")]
+    words = [LAUNCH_FILES / "slurm_one_node.sbatch", "task=finetune_lora", *run_words(folder / "run")]
     job = run(cluster, "sbatch", "--parsable", f"--output={log}", *here, *words).strip()
 
     def output():
@@ -213,6 +212,12 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
         return f"{show(cluster, job)}\n{output()}"
 
     wait_until(lambda: "Process 0/2 started" in output(), "the start", told=told)
+    return job, output, told
+
+
+@pytest.mark.warm
+def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_had_been(cluster, tmp_path):
+    job, output, told = start_on_one_node(cluster, tmp_path)
     run(cluster, "scancel", "--signal=USR1", job)
     wait_until(lambda: "Restarts=1" in show(cluster, job), "the requeue", told=told)
     stopped = re.search(
@@ -231,18 +236,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
 
 @pytest.mark.warm
 def test_a_job_that_its_user_cancels_is_not_queued_again(cluster, tmp_path):
-    log = tmp_path / "job.log"
-    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", "--ntasks-per-node=2"]
-    words = [LAUNCH_FILES / "slurm_one_node.sbatch", "task=finetune_lora", *run_words(tmp_path / "run")]
-    job = run(cluster, "sbatch", "--parsable", f"--output={log}", *here, *words).strip()
-
-    def output():
-        return log.read_text() if log.exists() else ""
-
-    def told():
-        return f"{show(cluster, job)}\n{output()}"
-
-    wait_until(lambda: "Process 0/2 started" in output(), "the start", told=told)
+    job, output, told = start_on_one_node(cluster, tmp_path)
     run(cluster, "scancel", job)
     ended = re.compile("JobState=(CANCELLED|PENDING)")
     wait_until(lambda: ended.search(show(cluster, job)), "the end of the job", told=told)

@@ -160,7 +160,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
         call = partial(_play, games, function, request) if plays else partial(function, **request["arguments"])
         result = _attempt(call, request["most"], _plain if plays else str)
         if os.getpid() != own_id:
-            os._exit(1)  # in a forked child: its answer would be read as that of the next call
+            os._exit(1)  # a forked child: the next call would get its answer
         connection.send_bytes(json.dumps(result).encode())
 
 
