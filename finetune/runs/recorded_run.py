@@ -348,7 +348,14 @@ class RecordedRun:
         Raises:
             CheckpointError: there are no such weights, or they are damaged.
         """
-        folder, steps = self.folder, self.folder.checkpoint_steps()
+        folder = self.folder
+        try:
+            steps = folder.checkpoint_steps()
+        except OSError as error:
+            reason = describe_os_error(error)
+            raise CheckpointError(
+                f"{folder.checkpoints} cannot be read: {reason}. Restore it, or use another run."
+            ) from None
         if checkpoint is None:
             if not folder.adapter.is_dir():
                 why, newest_step = "the run did not complete. Continue it with resume=auto.", str(*steps[-1:])

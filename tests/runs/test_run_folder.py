@@ -14,6 +14,7 @@ from finetune.errors import CheckpointError
 from finetune.runs import folder as run_folder
 from finetune.runs.file_lock import is_held, is_held_here
 from finetune.runs.folder import RunFolder
+from finetune.runs.recorded_run import RecordedRun
 from tests.runs.made_runs import write_run
 
 OURS = ("config.yaml", "run.json", "metrics.jsonl", "log.txt", "checkpoints", "adapter", "base")
@@ -81,6 +82,17 @@ def test_steps_come_in_order_and_other_names_are_no_steps(tmp_path):
         (folder.checkpoints / name).mkdir(parents=True)
     (folder.checkpoints / "step-000008").write_text("a file")
     assert folder.checkpoint_steps() == [4, 12, 1_000_000]
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(tmp_path):
+    """Path.is_dir answers False for every error of the system, from Python 3.14 on."""
+    run = write_run(tmp_path / "run")
+    assert run.checkpoint_steps() == []
+    run.checkpoints.symlink_to(run.checkpoints.name)
+    with pytest.raises(OSError, match="levels of symbolic links"):
+        run.checkpoint_steps()
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: .*ELOOP"):
+        RecordedRun(run.path).find_weights()
 
 
 @pytest.mark.parametrize("name", OURS)
