@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from finetune.inference.suites import Suite
     from finetune.runs.model_files import LoadedRun
 
-Split = Literal["train", "validation", "test"]
+Split = Literal["train", "validation", "test", "none"]
+
+_log = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -59,7 +62,8 @@ def evaluate(
 
     Args:
         run: the run's folder, or its name in `runs`.
-        split: the rows to measure on; None: test, or validation if there are no test rows.
+        split: the rows to measure on; None: test, or validation if there are no test rows. "none": no rows, only the
+            suites, which is the default for suites of a run that was trained on pairs or labelled answers.
         metrics: names of built-in metrics, or functions by name. They measure generated answers, as those of
             `testing.metrics` do, which are measured too.
         suites: prompts to answer as well: `json`, `tools`, `harmless`, or paths of files.
@@ -89,7 +93,8 @@ def evaluate(
     own = metrics if isinstance(metrics, Mapping) else {}
     if "loss" in own:  # each evaluation has the verdict on the loss by this name
         raise ConfigError("metrics has loss, a name that finetune uses itself. Choose another name.")
-    names = [*found.config.testing.metrics, *([] if own else given)]
+    split = _choose_rows(found, split, given, suites)
+    names = [] if split == "none" else [*found.config.testing.metrics, *([] if own else given)]
     functions = {**resolve_functions(names, METRICS, asked_by="--metric"), **own}
     evaluations: list[Evaluation] = []
     _measure_rows(found, split, functions, read_suites(suites), other, {}, evaluations.append)
@@ -101,7 +106,7 @@ def evaluate_command(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…")] = None,
     split: Annotated[
         Split | None,
-        typer.Option(help="The rows to measure on. Default: test, or validation if there are no test rows."),
+        typer.Option(help="The rows to measure. Default: test, or validation without test rows. none: only suites."),
     ] = None,
     metric: Annotated[
         list[str] | None, typer.Option(help="Measure generated answers: a name, or ./scores.py:function. Repeatable.")
@@ -188,11 +193,13 @@ def evaluate_command(
         if output is not None:
             _write("--output", output, record)
         return
+    split = _choose_rows(run, split, metric or [], suite or [])
     own, files = split_functions_in_files(metric or [], "--metric")
-    names = [*run.config.testing.metrics, *own]
+    names = [] if split == "none" else [*run.config.testing.metrics, *own]
     metrics = resolve_functions(names, METRICS, [*(metrics_from or []), *files], asked_by="--metric")
     suites = read_suites(suite or [])
-    limits = _read_limits(fail_if_worse or [], [*metrics, *(each.metric for each in suites)])
+    comparable = [*([] if split == "none" else ["loss"]), *metrics, *(each.metric for each in suites)]
+    limits = _read_limits(fail_if_worse or [], comparable)
     report = partial(_report, run, limits=limits, as_json=as_json, output=output, markdown=markdown)
     _measure_rows(run, split, metrics, suites, against, limits, report)
 
@@ -212,7 +219,6 @@ def _measure_rows(
     from finetune.inference.prompts import read_general_prompts
 
     other = find_run(against) if against is not None else None
-    _refuse_rows_without_one_answer(run)
     if limits and against is None and not run.config.testing.compare_base:
         raise ConfigError(
             f"--fail-if-worse {next(iter(limits))}: there is no verdict on it, because there is nothing to compare "
@@ -220,9 +226,10 @@ def _measure_rows(
         )
     recorded = [name.removeprefix("data.") for name in run.fingerprints if name.startswith("data.")]
     chosen: str | None = split
-    if "train" in recorded and _keeps_data(run):  # otherwise the splits are not known before the rows are read
-        chosen = choose_split(split, recorded)
-    check_local_rows(run.config.data, "answers", is_new=False)
+    if split != "none":
+        if "train" in recorded and _keeps_data(run):  # otherwise the splits are not known before the rows are read
+            chosen = choose_split(split, recorded)
+        check_local_rows(run.config.data, "answers", is_new=False)
     read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
     is_sharded = run.config.parallel.sharding != "none"
     if against is not None and is_sharded:
@@ -258,12 +265,12 @@ def _report(
         _write("--markdown", markdown, _as_markdown(run, evaluation, limits))
 
 
-def _read_limits(options: Sequence[str], metrics: Sequence[str]) -> dict[str, float]:
-    """Return the margin of each metric that `--fail-if-worse` names."""
+def _read_limits(options: Sequence[str], known: Sequence[str]) -> dict[str, float]:
+    """Return the margin of each metric, or the loss, that `--fail-if-worse` names."""
     limits = {}
     for option in options:
         name, _, margin = option.partition(":")
-        if name not in (known := ["loss", *metrics]):
+        if name not in known:
             raise ConfigError(
                 f"--fail-if-worse is {option}; expected one of {', '.join(known)}, and a margin after a colon, as in "
                 f"{known[-1]}:0.1. Measure others with --metric NAME or --suite NAME."
@@ -277,16 +284,34 @@ def _read_limits(options: Sequence[str], metrics: Sequence[str]) -> dict[str, fl
     return limits
 
 
-def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
-    """Refuse the rows of a run that was trained on pairs or labels, unless the command names other rows."""
+def _choose_rows(run: FinishedRun, split: Split | None, metrics: Sequence[str], suites: Sequence[str]) -> Split | None:
+    """Return the split that is asked for, or "none" if only suites are, of a run whose rows have several answers.
+
+    `metrics` are those that the command names.
+
+    Raises:
+        ConfigError: the rows are pairs or labelled answers, or no rows are to be measured and something needs them.
+    """
     objective = run.config.objective
-    if objective.compares_answers and _keeps_data(run, "path", "mixture", "train", "validation", "test"):
-        row_type = "pairs of answers" if objective.compares_pairs else "labelled answers"
-        report = shlex.join(["finetune", "report", str(run.folder.path)])
+    cannot_measure = objective.compares_answers and _keeps_data(run, "path", "mixture", "train", "validation", "test")
+    row_type = "pairs of answers" if objective.compares_pairs else "labelled answers"
+    if cannot_measure and split != "none":
+        other_rows = "rows with one answer with data.path=FILE data.test=FILE"
+        if split or metrics or not suites:
+            report = shlex.join(["finetune", "report", str(run.folder.path)])
+            raise ConfigError(
+                f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer. Give such "
+                f"{other_rows}, or only suites with --suite NAME; `{report}` shows the rewards."
+            )
+        _log.info("the run was trained on %s, so only the suites are measured. Or give %s", row_type, other_rows)
+        return "none"
+    if split == "none" and (metrics or not suites):
         raise ConfigError(
-            f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer, which --suite "
-            f"does not replace. Give such rows with data.path=FILE data.test=FILE; `{report}` shows the rewards."
+            f"--split none measures only suites. Drop --metric {metrics[0]}, which needs rows."
+            if metrics
+            else "--split none measures only suites, and there is none. Give --suite NAME."
         )
+    return split
 
 
 def _keeps_data(run: FinishedRun, *keys: str) -> bool:
@@ -438,13 +463,14 @@ def _as_markdown(run: FinishedRun, evaluation: Evaluation, limits: Mapping[str, 
             verdicts.get(name, ""),
         ]
         for name in columns["tuned"]
+        if evaluation.split != "none" or name != "loss"
     ]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     failed = evaluation.exceeded(limits)
     verdict = "Does not pass" if failed else "Not worse than allowed" if limits else "Scores"
     folder, num_rows = code(str(shown_folder(run.folder.path))), counted(evaluation.num_rows, "row")
-    about = f"{folder}, {num_rows} of the {evaluation.split} split"
-    return "\n\n".join([f"### {verdict}", about, table, *(f"- {each}" for each in failed)]) + "\n"
+    measured = f"{num_rows} of the {evaluation.split} split" if evaluation.split != "none" else "suites"
+    return "\n\n".join([f"### {verdict}", f"{folder}, {measured}", table, *(f"- {each}" for each in failed)]) + "\n"
 
 
 def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Evaluation:
 
     num_rows: int
     split: str = "test"
-    """The split that was measured. The test phase of a run without a test split measures `validation`."""
+    """The split. The test phase of a run without a test split measures `validation`. `none`: no rows, only suites."""
     num_targets: int = 0
     scores: Mapping[ModelName, Scores]
     """Scores of the base, where it was measured, and of the tuned model."""
@@ -180,7 +180,7 @@ class Evaluation:
                 different ones.
         """
         counts = [len(set(each.contents.get("loss") or range(each.num_rows))) for each in (self, other)]
-        if self.row_digests != other.row_digests or (min(counts) < 2 and name != "base"):
+        if self.row_digests != other.row_digests or (min(counts) < 2 and name != "base" and self.split != "none"):
             raise ConfigError(
                 f"{name} cannot be compared on these rows: at least two different ones are needed, the same for both "
                 f"runs. Without training rows and copies, {counts[0]:,} and {counts[1]:,} are left. Give others with "
@@ -195,7 +195,7 @@ class Evaluation:
         scores, values = other.tuned, other.rows["tuned"]
         if self.tokens != other.tokens:
             scores, values = replace(scores, loss=math.nan, standard_error=math.nan), values._replace(num_targets=())
-        answers = (
+        answers = tuple(
             replace(
                 row,
                 answers={"base": theirs.answers["tuned"], **row.answers},
@@ -209,13 +209,7 @@ class Evaluation:
             key: [*zip(ours, other.contents.get(key, ours), strict=True)] for key, ours in self.contents.items()
         }
         return replace(
-            self,
-            scores=both,
-            rows=rows,
-            contents=contents,
-            answers=tuple(answers),
-            other_name=name,
-            num_unended=unended,
+            self, scores=both, rows=rows, contents=contents, answers=answers, other_name=name, num_unended=unended
         )
 
     @property
@@ -263,8 +257,9 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int = 3,
     rows = [
         [labels.get(name, name), *(format_score(name, column[name]) for column in columns.values())]
         for name in columns["tuned"]
+        if split != "none" or name not in ("loss", "perplexity")
     ]
-    title = f"{split.capitalize()} split, {counted(evaluation.num_rows, 'row')}"
+    title = f"{split.capitalize()} split, {counted(evaluation.num_rows, 'row')}" if split != "none" else "Suites"
     if evaluation.num_left_out:
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
     if evaluation.num_trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -20,9 +21,9 @@ from finetune.fallbacks import Fallback
 from finetune.inference.answers import Metric
 from finetune.inference.evaluation import evaluate_model
 from finetune.inference.finished_run import choose_split, place_finished_run
-from finetune.inference.scores import Evaluation
+from finetune.inference.scores import Evaluation, ModelName, RowValues, Scores
 from finetune.model.base import longrope_boundary
-from finetune.runs.model_files import LoadedRun
+from finetune.runs.model_files import LoadedRun, has_adapter
 from finetune.runs.recorded_rows import RowChanges, RowRecord
 from finetune.training.checks import named_splits, raw_digests
 from finetune.training.forward import agree_on_forward
@@ -58,8 +59,8 @@ def measure_split(
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
 
-    Of the split train, all rows are measured. `choose_split` chooses a split if none is given. `select` chooses
-    among the rows that are left.
+    Of the split train, all rows are measured; of "none", no rows, for suites of prompts that are measured afterwards.
+    `choose_split` chooses a split for None. `select` chooses among the rows that are left.
 
     Raises:
         ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed
@@ -67,6 +68,9 @@ def measure_split(
         DataError: the run was trained on all rows of the split.
     """
     known, (model, tokenizer) = known or KnownRows(), loaded
+    if split == "none":
+        place_finished_run(runtime, config, model)
+        return _without_rows(has_base=config.testing.compare_base and has_adapter(model))
     # Before the model is sharded: the engine refuses one with hooks.
     forward = agree_on_forward(runtime, config.training, model)
     place_finished_run(runtime, config, model)
@@ -109,6 +113,17 @@ def measure_split(
         changes=changes,
         row_digests=examples.raw_digests(),
         tokens=examples.fingerprint,
+    )
+
+
+def _without_rows(*, has_base: bool) -> Evaluation:
+    """Return an evaluation of no rows."""
+    names: list[ModelName] = ["base", "tuned"] if has_base else ["tuned"]
+    return Evaluation(
+        num_rows=0,
+        split="none",
+        scores={name: Scores(loss=math.nan) for name in names},
+        rows={name: RowValues((), (), {}) for name in names},
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save
 
 import finetune
-from finetune.cli.evaluate import _refuse_rows_without_one_answer
+from finetune.cli.evaluate import _choose_rows
 from finetune.cli.evaluate import evaluate_command as evaluate
 from finetune.config.compose import load_config
 from finetune.config.config_files import resolve_shipped
@@ -314,7 +314,7 @@ def test_pairs_are_refused_unless_the_command_names_other_rows(tmp_path, words, 
     # As the test split: with data.path alone, a file of few rows has no split to measure, and others only a part.
     advice = "was trained on pairs of answers.*with data.path=FILE data.test=FILE"
     with nullcontext() if are_named else pytest.raises(ConfigError, match=advice):
-        _refuse_rows_without_one_answer(run)
+        _choose_rows(run, None, [], [])
 
 
 def test_a_metric_of_ones_own_package_is_measured(figures, measured, adapter_run, tmp_path, monkeypatch):

@@ -195,6 +195,38 @@ def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
     assert set(json.loads(done.answer)) > {"base", "tuned"}
 
 
+def test_evaluate_measures_suites_alone(trained, tmp_path):
+    """Of a run whose rows it cannot measure, and of any other one that is asked for no rows."""
+    suite = tmp_path / "own.jsonl"
+    rows = [{"prompt": text, "refused": False} for text in ("send oranges", "send crates to Porto")]
+    suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["evaluate", trained[0], "--suite", suite, "testing.max_new_tokens=4", "testing.general_prompts=none"]
+    files = [tmp_path / "scores.json", tmp_path / "scores.md"]
+    done = run_finetune(*words, "--output", files[0], "--markdown", files[1], "--fail-if-worse", "suite_own:1")
+    assert done.returncode == 0, done.stdout
+    assert "was trained on pairs of answers, so only the suites are measured" in done.stdout
+    assert "loss" not in done.answer
+    scores = json.loads(files[0].read_text())
+    assert (scores["split"], scores["num_rows"], scores["tuned"]["loss"]) == ("none", 0, None)
+    assert scores["verdict"].keys() == {"suite_own"}
+    assert [row["prompt"] for row in scores["rows"]] == [row["prompt"] for row in rows]
+    text = files[1].read_text()
+    assert ", suites\n" in text
+    assert "loss" not in text
+    against = finetune.evaluate(trained[0], suites=[str(suite)], against=trained[0], overrides=words[4:])
+    assert against.verdicts["suite_own"].num_equal == 2
+    for more, reason in (
+        (["--fail-if-worse", "loss"], "--fail-if-worse is loss; expected one of suite_own"),
+        (["--split", "none", "--metric", "exact_match"], "Drop --metric exact_match, which needs rows"),
+        (["--split", "validation"], "or only suites with --suite NAME"),
+    ):
+        done = run_finetune(*words, *more)
+        assert done.returncode == 2
+        assert reason in " ".join(done.stdout.split())
+    done = run_finetune("evaluate", trained[0], "--split", "none")
+    assert "there is none. Give --suite NAME" in " ".join(done.stdout.split())
+
+
 COMMAND = ["-m", "finetune", "train"]
 RECIPE = [REPOSITORY / "recipes/finetune_preferences.py"]
 
