@@ -77,6 +77,7 @@ def test_a_datasets_directory_with_and_without_splits(make_section, tmp_path):
         ({"path": "{here}/broken"}, "cannot be read as a datasets directory"),
         ({"path": "{here}/other", "train": "big"}, "neither a file nor a split of {here}/other (a folder of parts"),
         ({"path": "{here}/" + "a" * 300}, "which cannot be read: File name too long (ENAMETOOLONG)"),
+        ({"path": "/dev/null"}, "data.path is /dev/null, which cannot be read: Not a directory (ENOTDIR)"),
     ],
 )
 def test_what_is_not_there_is_named(make_section, tmp_path, keys, message):

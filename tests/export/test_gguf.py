@@ -161,12 +161,13 @@ def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, mo
 
 
 def test_a_modelfile_alone_names_a_merged_folder_that_ollama_can_import(model, tmp_path):
-    refused = run_finetune("export", "ollama", model, tmp_path / "out", code=2)
+    out = tmp_path / "my out"
+    refused = run_finetune("export", "ollama", model, out, code=2)
     assert "has no tokenizer.model, without which Ollama takes its tokenizer for another kind" in refused.errors
     (model / "tokenizer.model").touch()
-    done = run_finetune("export", "ollama", model, tmp_path / "out", code=0)
-    assert "ollama create" in done.answer
-    text = (tmp_path / "out" / "Modelfile").read_text()
+    done = run_finetune("export", "ollama", model, out, code=0)
+    assert f"cd '{out}' && ollama create" in done.answer
+    text = (out / "Modelfile").read_text()
     assert text.startswith(f"FROM {model}\n")
     assert 'PARAMETER stop "<|end|>"\nPARAMETER stop "<|endoftext|>"\n' in text
 
