@@ -124,12 +124,24 @@ def test_many_rows_that_change_almost_alike_show_a_difference(num_rows, num_odd,
     assert worse.low < worse.difference < worse.high < 0
 
 
+def test_many_rows_are_resampled_in_parts(monkeypatch):
+    verdicts = []
+    for drawn_at_once in (10**9, 1000):
+        monkeypatch.setattr("finetune.inference.verdict._DRAWN_AT_ONCE", drawn_at_once)
+        verdicts.append(judge_rows("token_f1", *scores(np.random.default_rng(1), 0.3, 50)[:2]))
+    assert verdicts[0] == verdicts[1]
+    assert verdicts[0].p_value == 1 / 5000, "no resample is as far away, so the estimate counts alone"
+
+
 def test_few_rows_that_differ_show_nothing():
     other = [0.5] * 40
     verdict = judge_rows("token_f1", [0.9, 0.8, *other[2:]], other)
     assert (verdict.result, verdict.low, verdict.num_better) == ("no difference", None, 2)
     verdict = judge_rows("token_f1", [0.9, *other[1:]], other)
     assert (verdict.result, verdict.low, verdict.num_better) == ("no difference", None, 1)
+    verdict = judge_rows("points", [5.0, 7.0, *other], [3.0, 5.0, *other])
+    assert (verdict.result, verdict.p_value, verdict.difference) == ("no difference", 0.5, 4 / 42)
+    assert verdict.low < 0 < verdict.high, "two rows that change alike have the interval of the sign test"
 
 
 def test_fewer_rows_than_the_sign_test_needs_are_never_named_as_enough():
