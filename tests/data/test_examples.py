@@ -77,6 +77,7 @@ def test_a_datasets_directory_with_and_without_splits(make_section, tmp_path):
         ({"path": "{here}/broken"}, "cannot be read as a datasets directory"),
         ({"path": "{here}/other", "train": "big"}, "neither a file nor a split of {here}/other (a folder of parts"),
         ({"path": "{here}/" + "a" * 300}, "which cannot be read: File name too long (ENAMETOOLONG)"),
+        ({"path": "{here}/loop"}, "which cannot be read: Too many levels of symbolic links (ELOOP)"),
         ({"path": "/dev/null"}, "data.path is /dev/null, which cannot be read: Not a directory (ENOTDIR)"),
     ],
 )
@@ -95,6 +96,7 @@ def test_what_is_not_there_is_named(make_section, tmp_path, keys, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/state.json").write_text("{")
+    (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(DataError) as caught:
         load_examples(make_section(**{key: value.format(here=tmp_path) for key, value in keys.items()}))
     assert message.format(here=tmp_path) in str(caught.value)
