@@ -74,6 +74,18 @@ def test_a_part_of_an_epoch_is_a_number_of_steps_rounded_up():
         assert Cadence.of(compose([key], complete=False), steps_per_epoch=7).num_steps == num_steps
 
 
+def test_only_a_run_that_may_skip_steps_has_a_limit_above_0():
+    for policy, limit in {"skip": 3, "stop": 0}.items():
+        words = [f"training.on_nonfinite={policy}", "training.max_skipped_steps=3"]
+        assert StopRules.of(compose(words, complete=False)).max_skipped_steps == limit
+
+
+def test_the_most_checkpoints_at_once_are_those_kept_the_best_and_the_one_being_written():
+    assert cadence(save_every=2).most_checkpoints(keep=2, has_best=False) == 3
+    assert cadence(save_every=1).most_checkpoints(keep=2, has_best=True) == 4
+    assert cadence(save_every=1).most_checkpoints(keep=9, has_best=True) == 7, "one for each step"
+
+
 def falling(num_steps=50):
     return {step: 100.0 - step for step in range(1, num_steps)}
 
