@@ -286,7 +286,7 @@ ROW_COLUMNS = (
 )
 """The columns that rows are read from, which are the keys of `data.columns`."""
 
-UNREAD_COLUMNS = ("mask", "chat_template_kwargs", "images")
+UNREAD_COLUMNS = ("mask", "chat_template_kwargs", "images", "split")
 """Columns that no format reads. In `data.columns`, `none` says that this is meant."""
 
 SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "separator", "columns", "max_rows")

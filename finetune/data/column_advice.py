@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from finetune.data.formats import OF_PROMPT, Format, Reads, detect_format, find_
 from finetune.data.preference_formats import FORMATS_OF
 from finetune.data.readers import SUFFIXES, JoinedRows, RawRow, RowSource
 from finetune.data.values import BadRowError
+from finetune.fallbacks import Fallback
 from finetune.limits import open_regular
 from finetune.units import name_first
 
@@ -312,6 +313,25 @@ def leave_out(names: Iterable[str], columns: Mapping[str, str] = MappingProxyTyp
         our = next((our for our in alike if our in columns), alike[0])
         settings[our] = columns.get(our, "none")
     return column_overrides(settings)
+
+
+def fallbacks_of_unread(names: Sequence[str], label: str) -> list[Fallback]:
+    """Return the fallbacks of columns that are not read and not refused. `label` names the rows."""
+    splits = [name for name in names if meaning_of(name) == "split"]
+    others = [name for name in names if name not in splits]
+    fallbacks = []
+    if others:
+        wanted, used = f"the columns {', '.join(others)} of {label}", "the other columns"
+        why = f"rows of this format have no place for them ({leave_out(others)} says that this is meant)"
+        fallbacks.append(Fallback(what="data.columns", wanted=wanted, used=used, why=why))
+    if splits:
+        wanted, used = f"the splits in the column {show_names(splits)} of {label}", "all its rows as one split"
+        why = (
+            "a split is a file. Write the rows of each split into a file of its own, and set data.train, "
+            "data.validation and data.test to these files (data.columns.split=none says that one split is meant)"
+        )
+        fallbacks.append(Fallback(what="data.columns", wanted=wanted, used=used, why=why))
+    return fallbacks
 
 
 def column_overrides(settings: Mapping[str, str]) -> str:

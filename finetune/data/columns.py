@@ -40,7 +40,7 @@ class Meaning(NamedTuple):
 PROMPT, ANSWER, CHOSEN, REJECTED = "a prompt", "an answer", "a chosen answer", "a rejected answer"
 CONVERSATION, EARLIER, SYSTEM, CONTEXT = "a conversation", "earlier turns", "a system turn", "context of a prompt"
 TOOLS, TEMPLATE, TEXT, LABEL = "tools", "arguments of the chat template", "a text", "a label"
-MASK, ROLE, MEDIA = "what carries loss", "the role of a turn", "images or sound of a prompt"
+MASK, ROLE, MEDIA, SPLIT = "what carries loss", "the role of a turn", "images or sound of a prompt", "a split"
 _LONG_TEXTS = ("context", "text", "dialogue", "article", "document", "passage", "user", "human", "source")
 MEANINGS: Mapping[str, Meaning] = {
     "messages": Meaning(CONVERSATION),
@@ -91,8 +91,9 @@ MEANINGS: Mapping[str, Meaning] = {
     "chat_template_kwargs": Meaning(TEMPLATE, (), ("template_kwargs", "custom_instructions", "enable_thinking")),
     "images": Meaning(MEDIA, (), ("image", "videos", "video", "audios", "audio")),
     "role": Meaning(ROLE),
+    "split": Meaning(SPLIT, ("data_split", "partition")),
 }
-"""What each column means, by its name here. The last four are columns that no format reads."""
+"""What each column means, by its name here. The last five are columns that no format reads."""
 _MAY_BE_UNREAD = (CONTEXT, TOOLS, TEMPLATE, MEDIA)
 """Columns of these parts often hold something else. If they are not read, that is a fallback and no refusal."""
 _NO_PART = re.compile(
@@ -208,7 +209,7 @@ def is_beside_text(name: str) -> bool:
 def unread_columns(
     row: Mapping[str, Any], read: Collection[str], decided: Collection[str], read_texts: Callable[[], Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the names of columns that hold a part of a row and are not read. Labels have a check of their own.
+    """Yield the names of columns that hold a part of a row and are not read. Labels and splits have own checks.
 
     A column is accounted for if the user decided on its part, or if it repeats what was read.
 
@@ -233,7 +234,7 @@ def unread_columns(
 def _columns_with_meaning(names: Sequence[str], read: Sequence[str], decided: Sequence[str]) -> list[tuple[str, str]]:
     """Return the names, and their parts, that mean a part of a row which is neither read nor decided on."""
     parts = {name: MEANINGS[our].part for name in names if name not in read and (our := meaning_of(name)) is not None}
-    known = {LABEL, TEXT, ROLE, *(MEANINGS[column].part for column in decided)}
+    known = {LABEL, TEXT, ROLE, SPLIT, *(MEANINGS[column].part for column in decided)}
     return [(name, part) for name, part in parts.items() if part not in known]
 
 

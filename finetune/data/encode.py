@@ -281,11 +281,10 @@ def _encode_source(
 
     rows = load_or_encode(local_path(section.cache_dir), key, encode, fallbacks, source.label)
     if unread := rows.facts.unread:
-        from finetune.data.column_advice import leave_out
+        from finetune.data.column_advice import fallbacks_of_unread
 
-        wanted, used = f"the columns {', '.join(unread)} of {source.label}", "the other columns"
-        why = f"rows of this format have no place for them ({leave_out(unread)} says that this is meant)"
-        fallbacks.take(Fallback(what="data.columns", wanted=wanted, used=used, why=why))
+        for fallback in fallbacks_of_unread(unread, source.label):
+            fallbacks.take(fallback)
     return EncodedExamples.of(rows, tokens.end_id_of(rows.facts.row_type), source.source.place)
 
 

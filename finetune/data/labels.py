@@ -1,4 +1,4 @@
-"""Count the labels of answers, good or bad, in a column that a run does not read as labels."""
+"""Count the cells of columns that mark rows, and that a run does not read: labels of answers, and names of splits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,40 @@ from collections import Counter
 from itertools import chain
 
 from finetune.data.column_advice import ReadRows, advise_on_labels
-from finetune.data.columns import LABEL_WORDS
+from finetune.data.columns import LABEL_WORDS, meaning_of, show_names
 from finetune.data.preference_formats import LABELS
 from finetune.data.readers import RawRow
+from finetune.data.splits import SPLIT_NAMES
 from finetune.errors import DataError
+
+
+def column_of_marks(name: str) -> LabelColumn | SplitColumn:
+    """Return the counts of a column, which are empty at first."""
+    return SplitColumn(name) if meaning_of(name) == "split" else LabelColumn(name)
+
+
+class SplitColumn:
+    """The values of a column that may name the split of each row.
+
+    Attributes:
+        is_unread: whether the column names several splits, and the user has not said that this is meant.
+    """
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self.is_unread = False
+        self._counts: Counter[str] = Counter()
+
+    def add(self, row: RawRow, place: str) -> None:
+        """Count the split that a row is marked with."""
+        word = str(row.value[self.column]).strip().lower()
+        self._counts.update(split for split, usual in SPLIT_NAMES.items() if word in usual)
+
+    def check(self, examples: ReadRows, label: str, num_rows: int) -> str:
+        """Return a note for the log if the column names several splits, else nothing."""
+        self.is_unread = len(self._counts) > 1 and examples.columns.get("split") != "none"
+        named = " and ".join(f"{split} in {count:,}" for split, count in self._counts.most_common())
+        return f" ({show_names([self.column])} names {named}, which is not read)" if self.is_unread else ""
 
 
 class LabelColumn:
@@ -33,7 +63,7 @@ class LabelColumn:
         self._is_boolean |= isinstance(label, bool)
 
     @property
-    def are_numbers(self) -> bool:
+    def is_unread(self) -> bool:
         """Whether all labels are 0, 1 or -1: good and bad, or the classes of a classification set."""
         return bool(self._counts) and self._counts.keys() <= LABELS.keys() and not self._are_sure
 
@@ -55,7 +85,7 @@ class LabelColumn:
         """
         column = self.column
         if not self._are_sure:
-            numbers = sorted(self._counts, key=float) if self.are_numbers else []
+            numbers = sorted(self._counts, key=float) if self.is_unread else []
             named = " or ".join(numbers)
             return f" ({column} is {named}, which is not read as bad or good: every row is used)" if numbers else ""
         good, bad = next((pair for pair in LABEL_WORDS if self._counts.keys() & {*pair}), LABEL_WORDS[0])

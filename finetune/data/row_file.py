@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 METADATA_KEY = "finetune"
 _log = logging.getLogger(__name__)
-ENCODING_VERSION = 15
+ENCODING_VERSION = 16
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 

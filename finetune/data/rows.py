@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from finetune.data.columns import LABEL_WORDS, MEANINGS, NO_LABELS, find_columns, may_be_unread, show_names
+from finetune.data.columns import LABEL_WORDS, MEANINGS, NO_LABELS, find_columns, may_be_unread, meaning_of, show_names
 from finetune.data.formats import FORMATS, Example, Format, Reads, detect_format, find_unread, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.splits import digest_row
@@ -18,7 +18,7 @@ from finetune.errors import DataError
 from finetune.units import counted
 
 if TYPE_CHECKING:
-    from finetune.data.labels import LabelColumn
+    from finetune.data.labels import LabelColumn, SplitColumn
 
 _log = logging.getLogger(__name__)
 
@@ -280,16 +280,14 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
         columns.has_turns |= example.row_type == "messages"
         yield example
     broken.raise_if_any(source.label, count + problems.count + broken.count)
-    grpo = ""
-    if first_bad is not None and examples.reads == "answers":
-        from finetune.data.column_advice import propose_settings
+    grpo = way = ""
+    if first_bad is not None:
+        from finetune.data.column_advice import advise_on_second_format, propose_settings
 
-        grpo = propose_settings(first_bad, examples, "prompts")
-    way = ""
-    if first_bad is not None and (examples.format == "auto" or first is None):
-        from finetune.data.column_advice import advise_on_second_format
-
-        way = advise_on_second_format(first_bad, known, examples)
+        if examples.reads == "answers":
+            grpo = propose_settings(first_bad, examples, "prompts")
+        if examples.format == "auto" or first is None:
+            way = advise_on_second_format(first_bad, known, examples)
     problems.raise_if_any(source.label, count + problems.count, grpo and f"{grpo} to learn from rewards", way)
     assert first is not None  # there is a row, and not all have a problem
     note = columns.check(count)
@@ -310,7 +308,7 @@ class _Columns:
         self._names: dict[str, str] = {}
         self._seen: dict[str, bool] = {}  # whether a cell of the column holds something
         self._marks: dict[str, str] = {}  # columns in which all cells are labels, and the first label
-        self._labels: dict[str, LabelColumn] = {}
+        self._labels: dict[str, LabelColumn | SplitColumn] = {}
         self._unread: dict[str, RawRow] = {}
         self.has_turns = False
 
@@ -326,11 +324,13 @@ class _Columns:
                 self._marks[name] = self._marks.get(name, word) if word in chain(*LABEL_WORDS) else ""
         for name in find_unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
             self._unread.setdefault(name, row)
+        marks = [name for name in row.value if meaning_of(name) == "split" and self._reads != "rejected"]
         if "label" in columns and "label" not in self._known.columns and self._reads not in ("prompts", "rejected"):
-            name = columns["label"]
-            from finetune.data.labels import LabelColumn
+            marks.append(columns["label"])
+        for name in marks:
+            from finetune.data.labels import column_of_marks
 
-            self._labels.setdefault(name, LabelColumn(name)).add(row, place)
+            self._labels.setdefault(name, column_of_marks(name)).add(row, place)
 
     def check(self, num_rows: int) -> str:
         """Refuse rows with labels or other parts that are not read. Returns a note for the log."""
@@ -345,8 +345,8 @@ class _Columns:
         return note
 
     def unread(self) -> list[str]:
-        """Return the columns that may hold a part of a prompt, or numbers that may be labels, and are not read."""
-        return [*self._unread, *(name for name, labels in self._labels.items() if labels.are_numbers)]
+        """Return the columns that may hold a part of a prompt, labels as numbers, or splits, and are not read."""
+        return [*self._unread, *(name for name, labels in self._labels.items() if labels.is_unread)]
 
     def describe(self, rows: str) -> str:
         """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
@@ -357,8 +357,7 @@ class _Columns:
         )
         others = [name for name in self._seen if name not in used]
         heading = "columns for reward functions" if self._reads == "prompts" else "columns not used"
-        described = ", ".join(map(self._describe_unused, others))
-        note = f"; {heading}: {described}" if others else ""
+        note = f"; {heading}: {', '.join(map(self._describe_unused, others))}" if others else ""
         return f"{rows} (format {self._known.name}, columns {', '.join(shown)}){note}"
 
     def _describe_unused(self, name: str) -> str:

@@ -414,3 +414,16 @@ def test_both_sides_of_a_pair_lose_the_same_rows(make_section, write_jsonl):
         rows = encode_preferences(make_section(path=path, on_bad_row="drop"), tiny_tokenizer()).train
         assert rows.chosen.numbers.tolist() == rows.rejected.numbers.tolist() == [1, 3, 5]
         assert [rows.chosen.num_dropped, rows.rejected.num_dropped] == [2, 3]
+
+
+def test_a_column_that_names_several_splits_is_a_fallback_also_from_the_cache(make_section, write_jsonl):
+    rows = [{"prompt": Q, "completion": A, "split": split} for split in ("train", "Train", "dev", "test")]
+    section = make_section(path=write_jsonl(rows))
+    for _ in ("encoded", "read from the cache"):
+        fallbacks = Fallbacks()
+        encode_train(section, fallbacks=fallbacks)
+        assert "the splits in the column split of" in fallbacks.as_records()[0]["wanted"]
+    quiet = Fallbacks(strict=True)
+    encode_train(section.model_copy(update={"columns": {"split": "none"}}), fallbacks=quiet)
+    encode_train(section.model_copy(update={"path": write_jsonl(rows[2:3])}), fallbacks=quiet)
+    assert quiet.as_records() == []
