@@ -613,8 +613,11 @@ def _data_sets(entries: list[Any], tool: str) -> Answer:
     elif prompt_format := formats.pop() if formats else "":
         shared = {"data.chat_template": prompt_format}
         note = f"{_ALPACA_INPUT} {note}".rstrip() if prompt_format == "alpaca" else note
-    if len(sources) != 1:
-        return {"data.mixture": sources, **shared}, note
+    if len(sources) != 1:  # a list would be refused if a file is named after another split; a file alone trains
+        files = [
+            {**each, "path": path} if path else each for each in sources for path in as_list(each.get("path")) or [""]
+        ]
+        return {"data.mixture": files, **shared}, note
     if isinstance(sources[0].get("path"), list):  # all of them train, also files that are named after other splits
         sources[0] = {("train" if key == "path" else key): part for key, part in sources[0].items()}
     renamed = {f"data.columns.{name}": theirs for name, theirs in sources[0].pop("columns", {}).items()}

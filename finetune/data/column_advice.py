@@ -52,6 +52,10 @@ class ReadRows(Protocol):
         """What the objective reads of a row."""
 
     @property
+    def name(self) -> str:
+        """The name of a source of a mixture, otherwise empty."""
+
+    @property
     def columns(self) -> Mapping[str, str]:
         """The settings of `data.columns`."""
 
@@ -143,7 +147,10 @@ def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> s
 
 
 def propose_mixture(examples: ReadRows) -> str:
-    """Return an override that reads files with different columns as the sources of a mixture; "" if there is none."""
+    """Return how to read files with different columns as the sources of a mixture; "" if there is no way.
+
+    This is an override. For a source of a mixture, it names the sources to write in its place.
+    """
     ways: dict[tuple[Format, str], list[str]] = {}
     columns: dict[str, dict[str, str]] = {}
     for label, row in (first_rows := _first_rows(examples)).items():
@@ -161,6 +168,8 @@ def propose_mixture(examples: ReadRows) -> str:
         {"path": paths if len(paths) > 1 else paths[0], **({"columns": of} if (of := columns[overrides]) else {})}
         for (_, overrides), paths in ways.items()
     ]
+    if examples.name:
+        return f"the sources {inline_yaml(sources)[1:-1]} in place of this one in data.mixture (keep its other keys)"
     return shlex.quote(f"data.mixture={inline_yaml(sources)}")
 
 

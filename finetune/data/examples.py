@@ -178,13 +178,13 @@ def check_local_rows(section: DataSection, reads: Reads | None = None, *, is_new
         at_path, _, sources = _find_sources(source)
         if is_new and at_path is not None and at_path.refusal:
             raise DataError(at_path.refusal)
-        for rows in sources.values():
-            if rows is None:
-                continue
+        for rows in (each for each in sources.values() if each is not None):
             rows.check()
             first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
             if reads is not None and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
-                _as_examples(rows, source, reads).check_format()
+                examples = _as_examples(rows, source, reads)
+                examples.name = source.label if section.mixture else ""
+                examples.check_format()
 
 
 def _sources_of(section: DataSection) -> list[DataSection]:

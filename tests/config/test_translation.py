@@ -673,6 +673,12 @@ def test_the_files_and_the_split_of_datasets_are_translated_or_said(entry, path,
     assert re.findall(r"left out of datasets: (.*)\.", said) == ([left_out] if left_out else [])
 
 
+def test_each_file_of_a_list_is_a_source_of_a_mixture():
+    """A list with a file that is named after another split would be refused."""
+    settings, _ = read(f"{AXOLOTL}datasets: [{{path: json, data_files: [good.jsonl, dev.jsonl]}}, {{path: org/a}}]")
+    assert settings["data.mixture"] == [{"path": "good.jsonl"}, {"path": "dev.jsonl"}, {"path": "org/a"}]
+
+
 def test_trl_reads_data_files_from_the_folder_of_the_data_set():
     Path("d").mkdir()
     settings, _ = read("learning_rate: 1.0e-4\nuse_peft: true\ndatasets: [{path: ./d, data_files: good.jsonl}]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import re
 import shlex
 
 import pytest
@@ -199,6 +200,18 @@ def test_files_of_two_formats_are_read_as_a_mixture(make_section, put):
         list(load_examples(make_section(path="both.jsonl", format="messages")).train)
     with pytest.raises(DataError, match=r"data\.format is messages\. Set data\.format=auto"):
         list(load_examples(make_section(path="a.jsonl", format="messages")).train)
+
+
+def test_a_list_in_a_mixture_is_advised_to_be_several_sources_of_it(make_section, put):
+    put({"a.jsonl": A, "b.jsonl": b'{"question": "q", "answer": "b"}\n'})
+    named = "{path: a.jsonl}, {path: b.jsonl, columns: {prompt: question, completion: answer}}"
+    section = make_section(mixture=[{"path": ["a.jsonl", "b.jsonl"], "weight": 2}, {"path": "a.jsonl"}])
+    with pytest.raises(DataError, match=re.escape(f"Set the sources {named} in place of this one")) as caught:
+        list(load_examples(section).train)
+    assert "data.mixture=" not in str(caught.value), "it would replace the other sources"
+    section = make_section(mixture=[{"path": ["b.jsonl", "a.jsonl"]}, {"path": "a.jsonl"}])
+    with pytest.raises(DataError, match=r"of each file: the sources \{path: b.* in place of this one"):
+        check_local_rows(section, "answers")
 
 
 PARTS = {
