@@ -16,6 +16,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GRADIENT_HOOK = "make_inputs_require_grads"
 """The hook of transformers' `enable_input_require_grads`. Only transformers' gradient checkpointing needs it."""
 _DORA = "DoraLinearVariant"
+_PACKAGES = ("torch.", "transformers.")
 
 
 def holds_nf4(module: Any) -> bool:
@@ -45,15 +46,9 @@ def read_linear(module: Any, like: Any, *, num_padding: int = 0) -> Linear | nn.
     (adapter,) = module.active_adapters
     p = getattr(module.lora_dropout[adapter], "p", 0.0) if module.training else 0.0
     # Dropout keeps a value with probability 1 - p. Dividing the scale by 1 - p keeps the expectation.
-    return Linear(
-        base.weight,
-        base.bias,
-        module.lora_A[adapter].weight,
-        module.lora_B[adapter].weight,
-        draw_keep(like, base.in_features, p, num_padding=num_padding) if p else None,
-        row_scale,
-        module.scaling[adapter] / (1 - p),
-    )
+    keep = draw_keep(like, base.in_features, p, num_padding=num_padding) if p else None
+    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    return Linear(base.weight, base.bias, a, b, keep, row_scale, module.scaling[adapter] / (1 - p))
 
 
 def reason_to_call(module: Any) -> str | None:
@@ -97,7 +92,10 @@ def hook_reason(module: nn.Module) -> str | None:
     hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
     if others := [hook for hook in hooks if _GRADIENT_HOOK not in getattr(hook, "__qualname__", "")]:
         return str(getattr(others[0], "setting", "hooks"))
-    return "a forward that was replaced" if "forward" in vars(module) else None
+    forward: Any = type(module).forward  # another library may have put its own into the class, as Liger does
+    written_in = str(getattr(forward, "__globals__", {}).get("__name__"))
+    is_patched = type(module).__module__.startswith(_PACKAGES) and not written_in.startswith(_PACKAGES)
+    return "a forward that was replaced" if is_patched or "forward" in vars(module) else None
 
 
 class Fp8Linear(torch.nn.Module):

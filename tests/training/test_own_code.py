@@ -24,6 +24,7 @@ from finetune.config.config_files import resolve_shipped
 from finetune.config.schema import Config, OptimSection
 from finetune.engine.decoder import bare_model
 from finetune.engine.given_loss import refuse_no_sum
+from finetune.engine.supported import unsupported_reason
 from finetune.errors import CheckpointError, ConfigError, ModelError, RunFailedError
 from finetune.fallbacks import Fallbacks
 from finetune.inference.finished_run import find_run
@@ -547,6 +548,19 @@ def test_a_forward_of_its_own_which_no_run_calls_is_a_fallback(tmp_path):
     model.__class__ = own
     check_given_base(model, config, "fp32", fallbacks)
     assert [taken.wanted for taken in fallbacks] == ["hooks", "a forward that was replaced", "the forward of Own"]
+
+
+def test_a_forward_that_a_library_put_into_the_class_of_a_model_or_of_its_layers_is_noticed(tmp_path, monkeypatch):
+    """Liger and others replace forwards of transformers' classes."""
+    build_tiny(tiny_phi3_config()).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    config, fallbacks = Config.model_validate({"model": {"path": str(tmp_path)}}), Fallbacks()
+    monkeypatch.setattr(type(model), "forward", lambda self, *args, **kwargs: None)
+    check_given_base(model, config, "fp32", fallbacks)
+    assert [taken.wanted for taken in fallbacks] == ["a forward that was replaced"]
+    mlp = model.model.layers[0].mlp
+    monkeypatch.setattr(type(mlp), "forward", lambda self, states: states)
+    assert unsupported_reason(model) == "layers.0.mlp has a forward that was replaced"
 
 
 @pytest.mark.slow
