@@ -204,6 +204,7 @@ def test_stop_then_skip_then_more_ends_in_the_bytes_of_the_run_that_skipped_all_
     error = fails(bad[0])
     assert f"RunFailedError: step {bad[0]}: the loss is nan" in error
     assert "training.on_nonfinite is stop. The weights were left as before the step" in error
+    assert "train.jsonl:18 alone is not finite" in error
     assert "training.on_nonfinite=skip" in error
     error = fails(bad[1], "resume=auto", SKIP, "training.max_skipped_steps=1")
     assert f"step {bad[1]}: the loss is nan" in error

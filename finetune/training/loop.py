@@ -65,7 +65,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                     if result.is_skipped:
                         from finetune.training.nonfinite import refuse_too_many
 
-                        refuse_too_many(state, result.not_finite, rules.max_skipped_steps)
+                        refuse_too_many(state, result.not_finite, rules.max_skipped_steps, run.name_broken_rows)
                     run.report(state, result)
                     state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
                     if end is not None:

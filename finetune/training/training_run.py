@@ -84,13 +84,8 @@ class TrainingRun:
         self._train_loader = train_loader
         self._val_loader = val_loader
         self._step_callbacks = step_callbacks
-        self._update_watch = UpdateWatch(
-            setup.model,
-            setup.config,
-            setup.runtime.fallbacks,
-            setup.objective.no_gradient,
-            may_lack_gradient=setup.objective.may_lack_gradient,
-        )
+        watched = setup.model, setup.config, setup.runtime.fallbacks, setup.objective.no_gradient
+        self._update_watch = UpdateWatch(*watched, may_lack_gradient=setup.objective.may_lack_gradient)
         self._graphs = None
         if setup.config.training.graphs is True:
             from finetune.training.captures import captured_microbatches
@@ -142,6 +137,12 @@ class TrainingRun:
         result = take_step(step, microbatches)
         self._first_step = None
         return result._replace(metrics=self._train_loader.metrics_of(result.metrics))
+
+    def name_broken_rows(self, step: int) -> str:
+        """Name rows of a step whose loss is not finite. Collective."""
+        from finetune.training.nonfinite import name_broken_rows
+
+        return name_broken_rows(self._setup, self._train_loader, self._compute, step)
 
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""

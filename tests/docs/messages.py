@@ -375,7 +375,7 @@ def loss_is_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     write_model(folder / "base", is_whole=False)
     write_row(write_rows(folder / "rows", train=17, validation=4, test=0) / "train.jsonl", "send ~ to Porto")
     printed = printed_by(lambda: finetune_lora(words_with_a_bad_row(folder, folder / "run")))
-    return [re.sub(r"^step \d+: ", "step 57: ", line) for line in printed]
+    return [re.sub(r"^step \d+: ", "step 57: ", line) for line in put(printed, **{str(folder): "/data"})]
 
 
 @maker

@@ -38,6 +38,9 @@ class Recorder:
         why = "the loss is nan" if self._is_now("skipped_at", step) else ""
         return StepResult(step, 1.0, 1.0, 1.0, step, 2 * step, num_preempted=num_told, not_finite=why)
 
+    def name_broken_rows(self, step):
+        return f"rows.jsonl:{step}" if self._is_now("named_at", step) else ""
+
     def validate(self, state):
         if self._is_now("cut_short_at", state.step):
             return None
@@ -223,6 +226,9 @@ def test_without_skipping_the_first_ends_the_run_and_says_how_to_skip():
     advice = r"step 2: .*on_nonfinite is stop.*left as before.*on_nonfinite=skip.*resume=auto resume\.allow=optim"
     with pytest.raises(RunFailedError, match=advice):
         run(cadence(), skipped_at=[2])
+    advice = r"The loss of rows\.jsonl:2 alone is not finite either: correct or remove.*resume=auto resume\.allow=data$"
+    with pytest.raises(RunFailedError, match=advice):
+        run(cadence(), skipped_at=[2], named_at=[2])
 
 
 @pytest.mark.parametrize("stopped_at", range(8))
