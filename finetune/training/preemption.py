@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import Signals
+from signal import SIGTERM, Signals
 from typing import TYPE_CHECKING
 
 from finetune.errors import PreemptedError
@@ -45,7 +45,7 @@ def preempted_in_test(runtime: Runtime) -> Iterator[None]:
         signal = received_stop_signal()
         by = f" by {Signals(signal).name}" if signal else ""
         if by and runtime.world_size > 1:
-            by += f" on rank {runtime.rank}"
+            by += f" on rank {runtime.rank}" + " (launchers also send it when another rank ends)" * (signal == SIGTERM)
         raise PreemptedError(
             f"stopped in the test phase as asked{by}; training is complete: resume=auto measures again"
         ) from error

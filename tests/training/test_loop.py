@@ -1,12 +1,16 @@
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 from finetune.config.compose import compose
-from finetune.errors import RunFailedError
+from finetune.errors import PreemptedError, RunFailedError
 from finetune.runs.state import TrainerState
+from finetune.signals import Terminated, begin_steps, stops_after_step
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.loop import run_loop
+from finetune.training.preemption import preempted_in_test
 from finetune.training.step import StepResult
 from finetune.training.validation import Validated
 
@@ -303,3 +307,22 @@ def test_a_checkpoint_tells_whether_it_is_there_only_because_the_run_was_preempt
     resumed, end = run(plan, losses=LOSSES, state=preempted)
     whole, whole_end = run(plan, losses=LOSSES, asks_at={3: "save"})
     assert (resumed.saved, end) == ({step: state for step, state in whole.saved.items() if step >= 3}, whole_end)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGTERM, " (launchers also send it when another rank ends)"), (signal.SIGUSR1, "")]
+)
+def test_a_rank_that_sigterm_ends_in_the_test_phase_does_not_claim_that_a_person_sent_it(number, says):
+    """torchrun sends SIGTERM to all other ranks when one is killed."""
+    two = SimpleNamespace(
+        rank=0,
+        world_size=2,
+        stop_requests=SimpleNamespace(is_on_this_rank=True),
+        placement=SimpleNamespace(shard_size=None),
+    )
+    with stops_after_step():
+        begin_steps()
+        os.kill(os.getpid(), number)
+        with pytest.raises(PreemptedError) as caught, preempted_in_test(two):
+            raise Terminated
+    assert f"as asked by {number.name} on rank 0{says}; training is complete" in str(caught.value)
