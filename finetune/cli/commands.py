@@ -279,7 +279,7 @@ def help_command(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]",
-            help="A command (config show), a task (dpo), a key (lora.r), a model (phi4), or a word to search for.",
+            help="A command (config show), a task (dpo), a key (lora.r), a model (phi4), or words to search for.",
         ),
     ] = None,
 ) -> None:
@@ -291,6 +291,6 @@ def help_command(
         return
     commands: Any = typer.main.get_command(app)
     names = list(commands.commands)
-    if len(words) != 1 or words[0] in (*names, *_MEANT) or not search(words[0]):
+    if " ".join(words) in ("", *_MEANT, *(row.name for row in COMMANDS)) or not search(words):
         refuse_near_topic([word for word in words if word not in _MEANT], names)
         app([*words, "--help"], prog_name="finetune")

@@ -82,40 +82,53 @@ def _explain_file(word: str) -> bool:
     return False
 
 
-def search(word: str) -> bool:
-    """List the keys, config files and pages of the documentation that have this word. Return whether any has it."""
-    has_word = re.compile(rf"(?<![a-z]){re.escape(word)}s?(?![a-z])", re.IGNORECASE)
+def search(words: Sequence[str]) -> bool:
+    """List the keys, config files and pages that have these words side by side, or else all of them.
+
+    Return whether there are any.
+    """
+    found = _find(" ".join(words).split()) or _find(*(word.split() for word in words))
+    for title, entries in found.items():
+        say(title)
+        for name, text in entries:
+            say(f"  {name:<33} {text}", indent=" " * 36)
+    return bool(found)
+
+
+def _find(*phrases: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return what has all of these phrases, under the titles of the search. Pages with a phrase in their title lead."""
+    joined = [r"[\s_-]+".join(map(re.escape, phrase)) for phrase in phrases]
+    patterns = [re.compile(rf"(?<![a-z]){phrase}s?(?![a-z])", re.IGNORECASE) for phrase in joined]
+
+    def count(text: str) -> int:
+        return min(len(pattern.findall(text)) for pattern in patterns)
+
     folder = shipped_folder("docs")
     pages = {page: page.read_text(encoding="utf-8") for page in sorted(folder.rglob("*.md"))}
-    counts = {page: len(has_word.findall(text)) for page, text in pages.items()}
-    ranked = sorted(filter(counts.get, pages), key=lambda page: -counts[page])[:_MOST_FOUND]
+    titles = {page: text.partition("\n")[0].lstrip("# ") for page, text in pages.items()}
+    counts = {page: (count(titles[page]) > 0, count(text)) for page, text in pages.items()}
+    ranked = sorted((page for page in pages if counts[page][1]), key=counts.__getitem__, reverse=True)[:_MOST_FOUND]
     files = [(f"{group}={name}", text) for group, choices in list_configs().items() for name, text in choices]
     keys = [(key, _meaning(key)) for key in fields()]
     found = {
-        "Keys": [(key, text) for key, text in keys if has_word.search(f"{key} {text}")][:_MOST_FOUND],
-        "Models, rows, tasks and runs": [(name, text) for name, text in files if has_word.search(f"{name} {text}")],
-        f"Pages in {folder}": [
-            (page.relative_to(folder).as_posix(), pages[page].partition("\n")[0].lstrip("# ")) for page in ranked
-        ],
+        "Keys": [(key, text) for key, text in keys if count(f"{key} {text}")][:_MOST_FOUND],
+        "Models, rows, tasks and runs": [(name, text) for name, text in files if count(f"{name} {text}")],
+        f"Pages in {folder}": [(page.relative_to(folder).as_posix(), titles[page]) for page in ranked],
     }
-    for title, entries in found.items():
-        say(title) if entries else None
-        for name, text in entries:
-            say(f"  {name:<33} {text}", indent=" " * 36)
-    return any(found.values())
+    return {title: entries for title, entries in found.items() if entries}
 
 
 def refuse_near_topic(words: Sequence[str], commands: Sequence[str]) -> None:
-    """Refuse a single word that nothing has, and name the section, the key, the task or the model that is like it.
+    """Refuse words that nothing has, and name the section, the key, the task or the model that is like the first one.
 
-    Commands, and words that are like one, are left to typer.
+    Commands, and a word that is like one, are left to typer.
     """
-    if len(words) != 1 or words[0] in commands or did_you_mean(words[0], commands):
+    if not words or words[0] in commands or (len(words) == 1 and did_you_mean(words[0], commands)):
         return
     parts = {part for key in fields() for part in (key, *key.split("."))}
     choices = parts.union(OBJECTIVES, *map(dict, list_configs().values()))
     hint = did_you_mean(words[0], choices) or "Try another word, or see docs/index.md."
-    raise ConfigError(f"{words[0]}: no command, task, key or page has this name. {hint}")
+    raise ConfigError(f"{' '.join(words)}: no command, task, key or page has this name. {hint}")
 
 
 def find_task(word: str) -> str | None:
