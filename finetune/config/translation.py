@@ -86,6 +86,7 @@ _READERS = ("arrow", "csv", "json", "parquet", "text")
 """Readers of `datasets`. Where a file names one of them as its rows, `data_files` has the rows."""
 _TYPES = ("chat_template", "completion", "input_output", "sharegpt", "pretrain")
 """The types of axolotl's data sets that have no prompt format of their own."""
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
 _SECRET = re.compile("(hub_token|api_key|secret|password|auth_token|webhook_url)$")
 
 Answer = tuple[dict[str, Any], str]
@@ -369,7 +370,7 @@ def _add(key: tuple[str, ...], value: Any, setting: Setting, translation: Transl
     dotted = ".".join(key[:2])
     text = setting.text if value is setting.value else None
     candidates = [value, *([text] if text else [])]
-    if isinstance(value, (float, str)) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", str(value), re.IGNORECASE):
+    if isinstance(value, (float, str)) and _NUMBER.fullmatch(str(value)):
         candidates += [float(value), int(float(value))] if float(value).is_integer() else [float(value)]
     value = next((candidate for candidate in candidates if _accepts(key, candidate)), translation)
     if value is translation:

@@ -633,6 +633,12 @@ def test_values_of_another_type_are_left_to_the_user():
         assert all(re.search(rf"^{name}[:.]", noted, re.MULTILINE) for name in names)
 
 
+@pytest.mark.parametrize("text", [".", "..", "1.2.3"])
+def test_text_that_begins_like_a_number_is_no_number(text):
+    Path("lf.yaml").write_text(f"stage: sft\nfinetuning_type: lora\noutput_dir: {text}\n", encoding="utf-8")
+    assert translate_file(Path("lf.yaml")).settings["output_dir",].value == text
+
+
 def test_values_and_names_stay_in_their_comments():
     Path("odd.yaml").write_text('base_model: a\n"x\\nseed: 1": "y\\nseed: 2"\nlr_scheduler: "z\\u2028seed: 3"\n')
     Path("mine.yaml").write_text(translated("odd.yaml"), encoding="utf-8")
