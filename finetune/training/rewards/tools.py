@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.own_functions import fingerprint_functions
 from finetune.data.formats import Example, as_messages
 from finetune.data.rendering import start_child
 from finetune.data.turns import ROLES, Turn, text_turn
@@ -80,7 +81,8 @@ def offered_tools(config: Config) -> str:
         raise ConfigError(f"rollout.tools is {', '.join(section.tools)}: two of them have one name. Rename one.")
     if section.tool_schemas is not None and not section.tools_from:
         return section.tool_schemas  # a replay, which imports no code
-    return _schemas_of(tuple(section.tools), tuple(section.tools_from))
+    code = fingerprint_functions(section.tools, section.tools_from)
+    return _schemas_of(tuple(section.tools), tuple(section.tools_from), code)
 
 
 def with_tools(example: Example, tools: str) -> Example:
@@ -108,7 +110,8 @@ def _made_up(schema: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _schemas_of(tools: tuple[str, ...], tools_from: tuple[str, ...]) -> str:
+def _schemas_of(tools: tuple[str, ...], tools_from: tuple[str, ...], code: str) -> str:
+    del code  # a notebook may change the files between two runs
     return ToolProcess(tools, tools_from, describes=True).schemas
 
 

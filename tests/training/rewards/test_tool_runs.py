@@ -15,7 +15,6 @@ from transformers.utils.chat_template_utils import get_json_schema
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
-from finetune.training.rewards.tools import _schemas_of
 from tests import tiny_training
 from tests.launches import run_command, run_launched
 from tests.tiny_runs import write_base
@@ -193,7 +192,6 @@ def test_a_replay_needs_no_tool_and_other_tools_are_refused_on_resume(run, input
     copied = shutil.copytree(run, tmp_path / "run")
     file = inputs / "tools_of_a_run.py"
     file.write_text(TOOL.replace("Say how", "Tell how"))
-    _schemas_of.cache_clear()
     with pytest.raises(CheckpointError, match=r"rollout\.tool_schemas: started with"):
         train_from_overrides(words(inputs, copied, "training.max_steps=6", "resume.allow=training.max_steps"))
     file.unlink()
@@ -201,7 +199,6 @@ def test_a_replay_needs_no_tool_and_other_tools_are_refused_on_resume(run, input
         again = replay_losses(run, 3)
     finally:
         file.write_text(TOOL)
-        _schemas_of.cache_clear()
     assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS["fp32"])
 
 

@@ -151,6 +151,11 @@ def test_tools_are_described_as_transformers_does_and_bad_ones_are_refused(file)
     (schema,) = json.loads(offered_tools(config_of(file, "add")))
     assert schema["function"]["name"] == "add"
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    before = file.read_text(encoding="utf-8")
+    file.write_text(before.replace("def add(a: int", "def add(a: str"), encoding="utf-8")
+    (changed,) = json.loads(offered_tools(config_of(file, "add")))
+    assert changed["function"]["parameters"]["properties"]["a"]["type"] == "string", "the file has changed since"
+    file.write_text(before, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"rollout\.tools is bare, which prompts cannot describe: .* docstring"):
         offered_tools(config_of(file, "bare"))
     with pytest.raises(ConfigError, match="two of them have one name"):
