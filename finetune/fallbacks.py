@@ -33,15 +33,16 @@ class Fallbacks:
         self._taken: list[Fallback] = []
 
     def take(self, fallback: Fallback, *, warning: str | None = None) -> None:
-        """Log a fallback, with its own text or with `warning`, and record it.
+        """Log a fallback, with its own text or with `warning`, and record it. An equal one was said before.
 
         Raises:
             ConfigError: the run is strict.
         """
         if self.strict:
             raise ConfigError(f"{fallback}. The run is strict; drop strict=true to accept this.")
-        _log.warning("%s", warning or fallback)
-        self._taken.append(fallback)
+        if fallback not in self._taken:
+            _log.warning("%s", warning or fallback)
+            self._taken.append(fallback)
 
     def __iter__(self) -> Iterator[Fallback]:
         return iter(self._taken)

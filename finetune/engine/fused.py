@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -79,14 +79,15 @@ def replayed_or_not(on: bool) -> Iterator[None]:
 def kernels_kept_in(folder: Path) -> Iterator[None]:
     """Within the block, torch keeps compiled kernels in this folder, where later runs and other ranks find them.
 
-    torch writes each file under a temporary name and renames it, so ranks may write at the same time. If the user has
-    set TORCHINDUCTOR_CACHE_DIR, torch keeps using that folder.
+    torch writes each file under a temporary name and renames it, so ranks may write at the same time. It keeps the
+    user's TORCHINDUCTOR_CACHE_DIR, and its own folder if this one cannot be written, because its import makes it.
     """
     before = os.environ.get(_FOLDER_OF_KERNELS)
-    if before is not None and before != _torchs_own_folder():
-        yield
-        return
-    os.environ[_FOLDER_OF_KERNELS] = str(folder)
+    if before is None or before == _torchs_own_folder():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                os.environ[_FOLDER_OF_KERNELS] = str(folder)
     try:
         yield
     finally:

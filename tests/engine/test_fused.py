@@ -162,6 +162,17 @@ def test_a_later_process_finds_the_kernels_of_an_earlier_one(tmp_path: Path, mon
     assert [done.stdout.split() for done in found] == [["0", "1"], ["1", "0"]]
 
 
+def test_torch_keeps_its_own_folder_of_kernels_where_the_other_one_cannot_be_written(tmp_path, monkeypatch) -> None:
+    """With a home that cannot be written, as of a user without one in a container, no model could be loaded."""
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with fused.kernels_kept_in(tmp_path / "file/kernels"):
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setattr(os, "access", lambda *_: False)  # these tests may run as root, who may write anywhere
+    with fused.kernels_kept_in(tmp_path / "kernels"):
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
 def test_the_folder_of_kernels_is_the_users_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     with fused.kernels_kept_in(tmp_path / "kernels"):
