@@ -517,6 +517,19 @@ def test_copies_of_rows_count_once_in_every_verdict(figures, measured, adapter_r
         evaluate(adapter_run, [*words, "testing.metrics=[]"], against=full_run)
 
 
+def test_the_rows_that_were_answered_are_kept_for_a_comparison(adapter_run, tmp_path, monkeypatch):
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}] for text in ("a", "a " * 99, "c")
+    ]
+    write_lines(tmp_path / "test.jsonl", [{"messages": talk} for talk in talks])
+    words = [f"data.test={tmp_path / 'test.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=100"]
+    words += ["data.on_no_target=warn", "testing.max_new_tokens=1"]
+    shown = []
+    monkeypatch.setattr("finetune.inference.scores.show_evaluation", lambda _, found, **__: shown.append(found))
+    evaluate(adapter_run, words, metric=["token_f1"])
+    assert (shown[0].num_rows, shown[0].answered_rows) == (3, [0, 2])
+
+
 def test_losses_over_other_tokens_are_not_compared():
     rows = {"tuned": RowValues([1.0, 2.0], [3.0, 3.0], {"token_f1": [0.5, 1.0]})}
     one = Evaluation(num_rows=2, scores={"tuned": Scores(loss=0.5)}, rows=rows, row_digests=["a", "b"], tokens="x")
