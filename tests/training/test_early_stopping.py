@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.config.compose import compose
+from finetune.runs.metrics import FORGOTTEN
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import StopRules
 from finetune.training.early_end import record_early_end
@@ -50,6 +51,15 @@ def test_patience_goes_on_with_the_value_that_an_older_checkpoint_kept_for_both(
 def test_a_loss_that_is_no_number_is_no_improvement(loss):
     state, stops = after([loss, loss])
     assert (state.best_loss, state.best_step, stops) == (None, None, [False, True])
+
+
+def test_weights_beyond_the_bound_of_forgetting_end_a_run_and_are_never_the_best():
+    rules = StopRules(criteria=Criteria(max_forgotten=0.5))
+    state, stops = TrainerState(), []
+    for step, (loss, forgotten) in enumerate([(3.0, 0.4), (2.0, 0.5), (1.0, 0.6)], start=1):
+        state = after_validation(replace(state, step=step), Validated(loss, {FORGOTTEN: forgotten}), rules.criteria)
+        stops.append(early_stop(state, rules))
+    assert (state.best_step, state.best_loss, stops) == (2, 2.0, [None, None, "forgot too much"])
 
 
 def test_without_patience_nothing_stops():
