@@ -47,9 +47,11 @@ def test_auto_is_5_percent_between_8_and_200_rows(num_rows, size):
     assert SplitSize("auto").of(num_rows) == size
 
 
-@pytest.mark.parametrize(("copies", "size"), [(2, 8), (5, 10), (30, 60), (400, 200)])
-def test_auto_keeps_equal_rows_together_up_to_200_rows(copies, size):
-    digests = [digest_row(number) for number in range(30)] * copies
+@pytest.mark.parametrize(
+    ("num_different", "copies", "size"), [(30, 2, 8), (90, 2, 10), (30, 5, 10), (30, 30, 60), (30, 400, 200)]
+)
+def test_auto_keeps_equal_rows_together_up_to_200_rows(num_different, copies, size):
+    digests = [digest_row(number) for number in range(num_different)] * copies
     sizes = {"validation": SplitSize("auto")}
     held_out = rows_of_split(digests, split="validation", sizes=sizes, rule="content", seed=0, label="rows")
     assert len(held_out) == size
