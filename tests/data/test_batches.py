@@ -1,6 +1,7 @@
 import itertools
 import random
 
+import numpy
 import pytest
 
 from finetune.config.schema import TestingSection as LoaderSection  # a name that pytest does not collect
@@ -154,3 +155,18 @@ def test_a_derived_seed_depends_on_every_part_and_is_a_known_number():
     assert all(0 <= seed < 2**63 for seed in seeds)
     # Another number here would change every run's order and dropout: old checkpoints would not go on as they were.
     assert derived_seed(0, "order", 0) == 3955691223199900983
+
+
+def test_answers_of_a_conversation_on_both_sides_of_the_boundary_share_no_microbatch():
+    lengths = [3, 4, 6, 7]
+    tokens = [numpy.arange(length) for length in lengths]
+    rule = BatchRule(
+        lengths=lengths,
+        global_batch_size=1,
+        batch_size=4,
+        boundary=5,
+        tokens=tokens.__getitem__,
+        examples=[[0, 1, 2, 3]],
+    )
+    assert rule.units(0) == [[0, 1], [2, 3]]
+    assert rule.computed_again() == (1, 4, 7), "the shared tokens of the short rows"
