@@ -76,7 +76,7 @@ def sweep_from_overrides(
     # By default it is named after the run: a run of this name may be there already.
     suffix = "-sweep" if config.origin("output_dir") == "default" else ""
     folder = shown_folder(Path(f"{config.output_dir}{suffix}").expanduser().absolute())
-    open_sweep(folder, sweep)
+    open_sweep(folder, sweep, is_there=report_only)
     trials = [Trial(folder, number, sweep) for number in range(1, len(drawn) + 1)]
     chosen = trials if only is None else [trials[only - 1]]
     if not report_only:

@@ -40,6 +40,7 @@ from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import disk_failures_end_the_run, replacing
 from finetune.training.checks import check_inputs
 from finetune.training.objective import encode_for_objective
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -489,6 +490,9 @@ def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding
     for name, split in splits.items():
         if split.duplicates.count:
             share = split.duplicates.count / split.rows
-            message = f"{name}: {split.duplicates.count:,} rows ({share:.1%}) repeat an earlier row of the split"
+            verb = "repeats" if split.duplicates.count == 1 else "repeat"
+            message = (
+                f"{name}: {counted(split.duplicates.count, 'row')} ({share:.1%}) {verb} an earlier row of the split"
+            )
             where = f"token for token: {_describe_group(split.duplicates)}"
             yield warning("Data", f"{message}, {where}", "remove them, unless they are meant")

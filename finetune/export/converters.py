@@ -104,6 +104,8 @@ def refuse_no_model(model: Path) -> None:
     if (model / "config.yaml").is_file() or (model / "adapter_config.json").is_file():
         merge = shlex.join(["finetune", "merge", str(model), "OUT"])
         raise CheckpointError(f"{model} is a run or an adapter, not a model. Merge it first: {merge}.")
+    if not model.exists():
+        raise CheckpointError(f"{model} does not exist. Name a folder that finetune merge wrote.")
     raise CheckpointError(
         f"{model} is not a model folder: it has no config.json with weights. Name a folder that finetune merge wrote."
     )

@@ -154,6 +154,10 @@ def runtime_of(folder: Path) -> ServingRuntime:
     Raises:
         CheckpointError: there is none.
     """
+    if not folder.exists():
+        raise CheckpointError(
+            f"{folder} does not exist. Name the folder of a run, or one that finetune merge or finetune export wrote."
+        )
     for runtime in RUNTIMES:
         if all(any(folder.glob(pattern)) for pattern in runtime.patterns):
             return runtime

@@ -36,6 +36,7 @@ from finetune.export.vectors import (
 )
 from finetune.export.vllm_served import InVllm, limits_of_adapter, served_by_vllm
 from finetune.inference.finished_run import FinishedRun, find_run, other_base
+from finetune.logs import waiting
 from finetune.model.from_hub import locate_model
 from finetune.model.tokens import build_run_tokenizer, set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
@@ -117,7 +118,8 @@ def verify_run(
         known = read_vectors(vectors)
         recorded = Digests(known.trained)
     else:
-        known = vectors_of_run(run)
+        with waiting("computing answers with the forward that trained it"):  # how far this came is not said of the rest
+            known = vectors_of_run(run)
         recorded = _published_from(run.recorded) if checkpoint is None else Digests()
     runtime = runtime_of(run.weights)
     bound = runtime.bound(known, run.weights) if bound is None else bound

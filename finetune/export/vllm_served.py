@@ -26,6 +26,7 @@ from finetune.export.served_comparison import Rendered, Turns
 from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
 from finetune.inference.vllm_server import ServerGoneError, ServerLostError, ServerRefusalError, VllmServer
+from finetune.logs import waiting
 from finetune.model.saved_adapter import read_adapter_config
 from finetune.signals import end_with_parent
 
@@ -214,7 +215,8 @@ def _started(model: Path | str, adapter: Path | None, revision: str | None = Non
                 patience_seconds=_PATIENCE_SECONDS,
                 is_to_stop=lambda: process.poll() is not None,
             )
-            server.wait(logging.DEBUG)
+            with waiting("starting vLLM"):
+                server.wait(logging.DEBUG)
             yield server
         except (ServerLostError, ServerGoneError):
             text = Path(log.name).read_text(encoding="utf-8", errors="replace")

@@ -68,13 +68,14 @@ class PairedVerdict:
     def __str__(self) -> str:
         """Return a sentence without the metric's name."""
         text: str = self.result
-        counts = f"{self.num_better:,} rows better, {self.num_worse:,} worse, {self.num_equal:,} equal"
+        better = f"{self.num_better:,} row{'s' * (self.num_better != 1)} better"
+        counts = f"{better}, {self.num_worse:,} worse, {self.num_equal:,} equal"
         copies = f"; copies of these rows, which do not count again: {self.num_copies:,}" if self.num_copies else ""
         if self.num_not_finite:
             return f"{text}: {counts}, {self.num_not_finite:,} with a value that is not finite{copies}"
         if self.p_value > LEVEL:
             num_rows = self.num_better + self.num_worse + self.num_equal
-            text += f" that {num_rows:,} rows could show"
+            text += f" that {num_rows:,} row{'s' * (num_rows != 1)} could show"
             if self.rows_needed is not None and self.rows_needed > num_rows:
                 text += f" (about {self.rows_needed:,} rows would show one of this size)"
         interval = "unknown" if self.low is None else f"{self.low:+.4f} to {self.high:+.4f}"

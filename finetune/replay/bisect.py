@@ -254,6 +254,8 @@ def read_steps_option(text: str | None, path: Path) -> StepPlan:
     if first - 1 not in starts or last < first:
         after = ", ".join(str(step + 1) for step in starts)
         raise ConfigError(f"--steps is {text}, expected two steps, such as 1-4. {path} can begin at {after}.")
+    if last > max(recorded, default=last):
+        raise ConfigError(f"--steps is {text}, but {path} has the steps 1 to {max(recorded)}.")
     return {first - 1: [*range(first, last + 1)]}
 
 

@@ -87,13 +87,17 @@ class Trial:
         replace_file(self.run.note_file, _as_file({"state": state, **facts}))
 
 
-def open_sweep(folder: Path, sweep: Sweep) -> None:
+def open_sweep(folder: Path, sweep: Sweep, *, is_there: bool = False) -> None:
     """Record a sweep in its folder, unless it is there. More trials are added. Several processes may do so at once.
+
+    With `is_there`, the folder must hold a sweep.
 
     Raises:
         CheckpointError: the folder cannot be written, or holds another sweep, a run or other files.
     """
     file = folder / _FILE
+    if is_there and not file.is_file():
+        raise CheckpointError(f"{folder} holds no sweep to report on. Name its folder with output_dir=.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / _LOCK, waiting_for=f"the sweep in {folder}"):

@@ -110,7 +110,7 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
     """Raise DataError if `drop_last` leaves nothing of a split. `rule` belongs to the training split."""
     if rule.steps_per_epoch == 0:
         raise DataError(
-            f"the training split has {rule.num_examples} rows, fewer than one global batch of "
+            f"the training split has {counted(rule.num_examples, 'row')}, fewer than one global batch of "
             f"{rule.global_batch_size}, and training.drop_last leaves them out. "
             "Lower training.global_batch_size, or set training.drop_last=false."
         )
@@ -120,7 +120,7 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
     ):
         if split is not None and keys.drop_last and not evaluation_batches(split, keys, rule.boundary):
             raise DataError(
-                f"the {section.removesuffix('ing')} split has {len(split)} rows, which fill no batch of "
+                f"the {section.removesuffix('ing')} split has {counted(len(split), 'row')}, not enough for a batch of "
                 f"{keys.batch_size} ({section}.batch_size), and {section}.drop_last leaves them out: nothing would be "
                 f"measured. Lower {section}.batch_size, or set {section}.drop_last=false."
             )

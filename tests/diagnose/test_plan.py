@@ -123,7 +123,7 @@ def test_processes_on_one_machine_share_its_memory():
     ("more", "expected"),
     [
         (["training.global_batch_size=40"], "18 rows, fewer than one global batch of 40"),
-        (["validation.batch_size=40"], "which fill no batch of 40"),
+        (["validation.batch_size=40"], "not enough for a batch of 40"),
     ],
 )
 def test_a_split_that_drop_last_empties_is_refused_as_training_refuses_it(words, more, expected):

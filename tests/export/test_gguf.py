@@ -192,6 +192,7 @@ def test_a_run_is_told_to_be_merged_first(tmp_path):
         (run.path, f"finetune merge {run.path} OUT"),
         (run.adapter, f"finetune merge {run.adapter} OUT"),
         (tmp_path, "is not a model folder"),
+        (tmp_path / "gone", "gone does not exist"),
     ):
         done = run_finetune("export", "ollama", folder, tmp_path / "out", code=2)
         assert said in done.errors

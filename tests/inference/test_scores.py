@@ -96,7 +96,7 @@ def test_a_row_whose_loss_is_not_finite_is_shown_and_does_not_pass(render, base)
     rows = {"base": RowValues([base, 2.0], [2, 2], {}), "tuned": RowValues([math.nan, 1.0], [2, 2], {})}
     scores = {name: Scores(loss=math.nan, standard_error=math.nan) for name in rows}
     text = " ".join(render(scores, num_rows=2, rows=rows).split())
-    assert "loss: not comparable: 1 rows better, 0 worse, 0 equal, 1 with a value that is not finite" in text
+    assert "loss: not comparable: 1 row better, 0 worse, 0 equal, 1 with a value that is not finite" in text
     evaluation = Evaluation(num_rows=2, scores=scores, rows=rows)
     (reason,) = evaluation.exceeded({"loss": 0.5})
     assert reason.startswith("loss does not pass --fail-if-worse (0.5): not comparable: ")

@@ -92,6 +92,7 @@ def test_runs_without_a_common_step_and_wrong_arguments_are_refused(scene, tmp_p
         ([a, tmp_path], "is not the folder of a run"),
         ([a, "--steps", "4-5"], "can begin at 1, 3, 5, 6."),
         ([a, "--steps", "7-8"], "can begin at 1, 3, 5, 6."),
+        ([a, "--steps", "1-20"], "a has the steps 1 to 6."),
         ([a, a, "--steps", "1-2"], "--steps and another run cannot be given together"),
         ([a, "seed=1", "--python", "python3"], "--python and OVERRIDES cannot be given together"),
         ([a, "sed=1"], "Did you mean seed?"),

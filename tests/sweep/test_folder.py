@@ -48,6 +48,12 @@ def test_the_folder_of_something_else_is_refused(tmp_path):
         open_sweep(tmp_path / "damaged", ASKED)
 
 
+def test_a_report_makes_no_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="gone holds no sweep to report on"):
+        open_sweep(tmp_path / "gone", ASKED, is_there=True)
+    assert not (tmp_path / "gone").exists()
+
+
 def test_a_trial_that_was_stopped_before_its_run_began_has_not_started(tmp_path, monkeypatch, capsys):
     ended = SimpleNamespace(returncode=-signal.SIGTERM, poll=lambda: -signal.SIGTERM, terminate=lambda: None)
     ended.wait = lambda seconds: None

@@ -333,8 +333,8 @@ def test_a_recipe_and_a_method_that_do_not_belong_together_are_refused(words):
     ("key", "said"),
     [
         ("training.global_batch_size", "18 rows, fewer than one global batch of 40"),
-        ("validation.batch_size", r"the validation split has \d rows, which fill no batch of 40 .*drop_last=false"),
-        ("testing.batch_size", r"the test split has \d rows, which fill no batch of 40 .*drop_last=false"),
+        ("validation.batch_size", r"the validation split has \d rows, not enough for a batch of 40 .*drop_last=false"),
+        ("testing.batch_size", r"the test split has \d rows, not enough for a batch of 40 .*drop_last=false"),
     ],
 )
 def test_dropping_the_only_batch_is_refused_before_training(words, tmp_path, key, said):
