@@ -75,9 +75,14 @@ def bisect(
         raise typer.Exit(RunFailedError.exit_code)
 
 
+def _on_one_line(name: object) -> str:
+    """Return the name of a run; `say` shows its other control characters."""
+    return str(name).replace("\n", "<U+000A>")
+
+
 def _show(result: Bisection) -> None:
     """Print the first difference, the recorded facts that differ, the cause, and the commands that show it."""
-    first, second = result.titles
+    first, second = map(_on_one_line, result.titles)
     if result.losses is None:
         steps = counted(result.num_steps, "step")
         apart = f"{steps}, of which the losses differ by at most {result.bound:.3g} x max(1, loss)"
@@ -124,9 +129,10 @@ def diff(
         if tokens:
             say(f"Rendered again: {tokens}.")
     else:
-        say(f"{first} and {second}: no differences except their folders and times")
+        a, b = map(_on_one_line, (first, second))
+        say(f"{a} and {b}: no differences except their folders and times")
     for file in [] if as_json else unread:
-        say(f"{file} is missing or cannot be read: the configurations were not compared")
+        say(f"{_on_one_line(file)} is missing or cannot be read: the configurations were not compared")
     raise typer.Exit(1 if facts else 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -151,9 +151,16 @@ def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]
     tokens = record.get("trainable_token_indices")
     if tokens != config.trainable_token_indices:
         yield f"it trains the rows {tokens} of the embedding, this run {config.trainable_token_indices}"
+    whole, whole_here = (_last_parts(names) for names in (record.get("modules_to_save"), config.modules_to_save))
+    if whole != whole_here:
+        yield f"it has lora.modules_to_save=[{', '.join(whole)}], this run [{', '.join(whole_here)}]"
     for key in ("rank_pattern", "alpha_pattern"):
         if (record.get(key) or {}) != getattr(config, key):
             yield f"its {key} is {record.get(key) or 'empty'}, here {getattr(config, key) or 'empty'}"
+
+
+def _last_parts(names: Iterable[str] | None) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names or ()})
 
 
 def _layer_differences(file: Path, model: Any) -> Iterator[str]:
@@ -171,5 +178,4 @@ def _layer_differences(file: Path, model: Any) -> Iterator[str]:
 
 
 def _describe_layers(names: set[str]) -> str:
-    last = sorted({name.rpartition(".")[2] for name in names})
-    return f"{counted(len(names), 'layer')} ({name_first(last, 8)})" if names else "no layer"
+    return f"{counted(len(names), 'layer')} ({name_first(_last_parts(names), 8)})" if names else "no layer"

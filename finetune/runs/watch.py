@@ -50,7 +50,7 @@ class Watch:
         if state == "stopped" and run.status == "running":
             reason = "its process was killed; resume=auto continues from the last checkpoint"
         shown = state if state in ("running", "completed") or not reason else f"{state}: {reason}"
-        self._view.headline = f"{self._folder.path.name}, {shown}"
+        self._view.headline = f"{self._folder.path.name}, {shown}".replace("\n", "<U+000A>")
         self._view.num_steps = run.num_steps
         return state
 

@@ -97,6 +97,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(second, tmp_path)
             {"r": 2, "layers": [1]},
             r"this run 2, 6 and false; it adapts 8 .* this run 4 .* adapts \S*layers\.0\.\S*, for example: see lora",
         ),
+        ({"modules_to_save": ["norm"]}, r"it has lora\.modules_to_save=\[\], this run \[norm\]\. Give"),
         ({"rank_pattern": {"o_proj": 3}}, r"its rank_pattern is empty, here \{'o_proj': 3\}"),
     ],
 )

@@ -35,6 +35,16 @@ def test_a_run_that_failed_says_why(tmp_path):
     assert watch(tmp_path / "a").stdout.splitlines()[-1] == "a, failed: RunFailedError: the loss is nan"
 
 
+def test_a_name_with_a_line_break_makes_no_line_of_its_own(tmp_path):
+    names = [tmp_path / name for name in ("a\nfinetune: forged", "b\nfinetune: forged")]
+    for name in names:
+        write_run(name)
+    shown = watch(names[0]).stdout + run_finetune("diff", *names).stdout
+    assert "a<U+000A>finetune: forged, completed" in shown
+    assert "b<U+000A>finetune: forged: no differences" in shown
+    assert "\nfinetune: forged" not in shown
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     done = watch(tmp_path)
     assert done.returncode == 2
