@@ -78,9 +78,8 @@ def load_part(
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # also the hub's
     hear_libraries()
     repository = None if where is None else repository_of(where, section.revision)
-    own = section.tokenizer if part == "tokenizer" else None
+    own, noun = (section.tokenizer, "tokenizer") if part == "tokenizer" else (None, "model")
     key = "model.path" if own is None else "model.tokenizer"
-    noun = "tokenizer" if part == "tokenizer" else "model"
     name = own or section.path or (section.config or {}).get("model_type")
     source: AbstractContextManager[None] = nullcontext()
     if repository is not None:
@@ -100,4 +99,5 @@ def load_part(
 
                 if fault := fault_of(error):
                     raise hub_error(fault, repository, key) from error
-            raise ModelError(f"the {noun} {name} cannot be loaded: {first_line(error)}") from error
+            fix = ". Set PYTHONUTF8=1: the path is not ASCII" if isinstance(error, UnicodeEncodeError) else ""
+            raise ModelError(f"the {noun} {name} cannot be loaded: {first_line(error)}{fix}") from error

@@ -174,6 +174,13 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         build_tokenizer(section(path="microsoft/phi-4", tokenizer=str(tmp_path)))
 
 
+def test_a_path_that_tokenizers_cannot_encode_is_said_to_need_utf8(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "läufe")
+    in_the_locale_c = str(tmp_path / "läufe").encode().decode("ascii", "surrogateescape")
+    with pytest.raises(ModelError, match=r"cannot be loaded: .*\. Set PYTHONUTF8=1"):
+        build_tokenizer(section(path="microsoft/phi-4", tokenizer=in_the_locale_c))
+
+
 def test_a_place_is_a_hub_id_or_an_absolute_folder(folder, monkeypatch):
     assert locate("microsoft/phi-4", "model.path") == "microsoft/phi-4"
     assert locate("gpt2", "model.path") == "gpt2"
