@@ -83,6 +83,16 @@ def test_events_have_the_keys_of_the_docs_in_their_order(tmp_path: Path) -> None
     assert tuned == {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": None, "loss": 0.2}
 
 
+def test_a_run_that_its_script_did_not_train_is_not_called_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script may build a trainer and do nothing with it."""
+    journal_in(tmp_path / "run").close(None)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["status"], record["result"]) == ("stopped", {"error": "its script did not train"})
+    assert "Written to" not in capsys.readouterr().out
+
+
 def test_a_run_whose_folder_was_removed_ends_and_writes_nothing_into_the_next_run_there(tmp_path: Path) -> None:
     journal = journal_in(tmp_path / "run")
     journal.start_training(TrainerState(), 9)

@@ -147,8 +147,7 @@ class Journal:
             data_wait_seconds=data_wait_seconds,
             rank_seconds=result.rank_seconds,
         )
-        num_overflows = state.num_overflows - self.result.get("num_overflows", 0)
-        if num_overflows:
+        if num_overflows := state.num_overflows - self.result.get("num_overflows", 0):
             self.result["num_overflows"] = state.num_overflows
         if result.is_skipped:
             self.result["num_skipped_steps"] = state.num_skipped_steps
@@ -273,14 +272,16 @@ class Journal:
             self.end_training()
             self._events.metrics.close()
             status, reason = _status(error), f"{type(error).__name__}: {error}"
+            if error is None and "num_skipped_steps" not in self.result and not self.folder.adapter.exists():
+                status, reason = "stopped", "its script did not train"
             self._record.update(fallbacks=self._fallbacks.as_records())
             if status == "preempted":
                 self.result["why"] = str(error)
-            elif error is not None:
+            elif status != "completed":
                 self.result["error"] = reason
             self._record.finish(status, self.result)
             self._events.close()  # last, because a tracker may upload for longer than a launcher waits
-            if error is None:
+            if status == "completed":
                 self._say_what_was_written()
                 step = self.result.get("best_step")
                 taken, profile = list(self._fallbacks), self._profile_summary
