@@ -12,9 +12,9 @@ _INTRODUCTION = """# Configuration
 
 This page lists every key. Set a key in a YAML file (`optim: {learning_rate: 1e-4}`) or on the command line
 (`optim.learning_rate=1e-4`). Later settings override earlier ones: defaults, run file, groups (`model=phi4`),
-arguments. Unknown keys and values of another type are refused, all of them at once. `finetune config show …` prints
-the values of a run and where each came from, `finetune config schema` prints this reference as JSON Schema, for
-editors.
+arguments. Unknown keys and values of another type are refused, all of them at once. A warning names the keys that other
+keys, the rows or the number of processes leave without effect. `finetune config show …` prints the values of a run and
+where each came from, `finetune config schema` prints this reference as JSON Schema, for editors.
 
 `model=` takes a name from `configs/model`, a folder or a hub id (`model=phi4`, `model=./my-phi`,
 `model=microsoft/phi-4`), and `data=` a name from `configs/data`, a file, a folder or a hub id. A path or hub id sets

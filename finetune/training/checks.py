@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.objectives import OBJECTIVES, SECTIONS
+from finetune.config.keys import fields, values
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
     from finetune.model.local_files import Part
     from finetune.training.step import StepResult
+SOMETIMES_READ = (
+    *("preference.", "grpo.", "rollout.", "reward.", "data.keep", "data.name", "data.revision", "lora.", "parallel."),
+    *("early_stopping.m", "validation.", "model.revision", "model.fp8", "resume_allow"),
+    *("training.fused", "training.packing", "training.share_prefixes", "training.max_skipped_steps"),
+)
+"""How the keys begin that some runs do not read, because of their other keys or the number of processes."""
 NUM_STEPS = 3
 """The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
 
@@ -63,42 +69,27 @@ def check_settings(config: Config, runtime: Runtime | None = None) -> None:
 
 
 def check_objective(config: Config) -> None:
-    """Raise ConfigError for a key that the objective does not read, or for a run that lacks what it needs.
+    """Raise ConfigError for a key that the objective does not read, or for a run that lacks what it needs."""
+    if chosen := sometimes_read(config):
+        from finetune.training.unread_keys import refuse_keys_of_others
 
-    A server takes only adapters. A reference is the model with its adapter switched off.
-    """
-    objective, is_lora = config.objective, config.training.method == "lora"
-    for section in (*SECTIONS, "data"):
-        values = getattr(config, section)
-        for name, field in type(values).model_fields.items():
-            key, value = f"{section}.{name}", getattr(values, name)
-            # A run's config.yaml names every key, and a key that was not set has its default there.
-            is_set = config.origin(key) != "default" and value != field.get_default(call_default_factory=True)
-            if is_set and not objective.reads_key(key):
-                users = " and ".join(other.name for other in OBJECTIVES.values() if other.reads_key(key))
-                raise ConfigError(
-                    f"{key} is {value} ({config.origin(key)}), but training.objective is {objective.name}, which does "
-                    f"not read it: it belongs to {users}. Remove it."
-                )
-    if config.rollout.server is not None and not is_lora:
-        raise ConfigError(
-            f"rollout.server is {config.rollout.server} and training.method is {config.training.method}, but the "
-            "server gets the step's weights as a LoRA adapter. Set training.method=lora, or remove rollout.server."
-        )
-    if not config.has_reference:
-        return
-    without = " or grpo.beta=0" if objective.generates_answers else ""
-    if not is_lora:
-        raise ConfigError(
-            f"training.method is {config.training.method}, but the reference of {objective.title} is the base with its "
-            f"adapter switched off. Set training.method=lora{without}."
-        )
-    if config.lora.start_from is not None:
-        raise ConfigError(
-            f"lora.start_from is {config.lora.start_from}, but the reference of {objective.title} is the base without "
-            "any adapter. Merge that adapter into its base first, and name the merged model in model.path"
-            f"{without and f';{without} needs no reference'}."
-        )
+        refuse_keys_of_others(config, chosen)
+    if config.has_reference:
+        from finetune.training.unread_keys import refuse_no_reference
+
+        refuse_no_reference(config)
+
+
+def sometimes_read(config: Config, names: tuple[str, ...] = SOMETIMES_READ) -> dict[str, Any]:
+    """Return the keys of these names that are set to another value than their default, with their values."""
+    given, of_names = values(config), [(key, field) for key, field in fields().items() if key.startswith(names)]
+    # A run's config.yaml names every key, and a key that was not set has its default there.
+    is_set = {key: config.origin(key) != "default" for key, _ in of_names}
+    return {
+        key: given[key]
+        for key, field in of_names
+        if is_set[key] and given[key] != field.get_default(call_default_factory=True)
+    }
 
 
 def check_paths(config: Config) -> None:

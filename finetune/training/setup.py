@@ -25,7 +25,7 @@ from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
-from finetune.training.checks import check_fit, check_settings, named_splits, raw_digests
+from finetune.training.checks import check_fit, check_settings, named_splits, raw_digests, sometimes_read
 from finetune.training.forward import Computation, Forward, agree_on_forward, mention_bf16
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
@@ -115,6 +115,10 @@ def check_config(
     objective = objective_of(config)
     objective.check(rewards_answers=rewards_answers)
     metrics = check_metrics(config, objective.metrics, given=hooks.metrics)
+    if (runtime is None or runtime.is_main_process) and (chosen := sometimes_read(config)):
+        from finetune.training.unread_keys import warn_of_unread_keys
+
+        warn_of_unread_keys(config, chosen, has_metrics=bool(metrics), world_size=runtime and runtime.world_size)
     return CheckedConfig(objective.config, objective, metrics)
 
 
@@ -192,6 +196,10 @@ def _check(
     splits: EncodedSplits = _with_subsets(config, objective.prepare(model, tokenizer, rows))
     check_criteria(config, objective.metrics, metrics, in_subsets=measured_in_subsets(config, splits.validation))
     refuse_early_stopping(config, splits)
+    if runtime.is_main_process and None in (splits.validation, getattr(splits, "test", None)):
+        from finetune.training.unread_keys import warn_of_missing_splits
+
+        warn_of_missing_splits(config, splits)
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)

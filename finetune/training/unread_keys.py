@@ -1,0 +1,204 @@
+"""Refuse or name the keys that are set and that a run does not read: other keys, its rows or its processes decide.
+
+Only a run that sets one of `finetune.training.checks.SOMETIMES_READ`, or has a reference, imports this.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.config.config_files import is_address, shipped_folder
+from finetune.config.objectives import OBJECTIVES
+from finetune.config.schema import as_list
+from finetune.errors import ConfigError, ModelError
+from finetune.model.from_hub import locate, repository_of
+from finetune.terminal import without_passwords
+from finetune.training.checks import sometimes_read
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+_log = logging.getLogger(__name__)
+_MOST_SHOWN = 60
+_NOTHING: tuple[object, ...] = (0, [], "none")
+"""Values that ask for nothing to be measured."""
+_OF_OTHER_MODEL = {
+    "lora.start_from": "Merge that adapter into its base first, and name the merged model in model.path",
+    "lora.quantize": "Remove it",
+    "lora.new_tokens": "Add the tokens to the tokenizer and the model first",
+}
+"""Keys of adapters that decide which model is trained, and what to do instead in a run that trains every weight."""
+
+
+class _Rule(NamedTuple):
+    """Keys, when a run reads them, and why it does not read them otherwise."""
+
+    keys: tuple[str, ...]
+    """Names of keys, or of sections with a dot at the end."""
+    is_read: Callable[[Config], bool]
+    why: str
+
+
+def _is_packed(config: Config) -> bool:
+    return config.training.packing and config.training.kernels == "auto"
+
+
+def _has_model_at_hub(config: Config) -> bool:
+    paths = [None if config.model.config is not None else config.model.path, config.model.tokenizer]
+    with suppress(ModelError):
+        return any(path is not None and repository_of(locate(path, "model.path"), None) for path in paths)
+    return True  # training says what is wrong
+
+
+def _has_rows_at_hub(config: Config) -> bool:
+    paths = as_list(config.data.path)
+    is_local = paths and all(path.startswith("shipped:") or is_address(path) or Path(path).exists() for path in paths)
+    return bool(config.data.mixture) or not is_local
+
+
+_RULES = (
+    _Rule(("lora.",), lambda config: config.training.method == "lora", "training.method is full"),
+    _Rule(("model.revision",), _has_model_at_hub, "neither the model nor its tokenizer is a hub id"),
+    _Rule(("model.fp8_layers",), lambda config: config.model.frozen_precision == "fp8", "frozen_precision is not fp8"),
+    _Rule(("data.name", "data.revision"), _has_rows_at_hub, "data.path is not a hub id"),
+    _Rule(("data.keep_prompts",), lambda config: config.data.keep is not None, "data.keep is null"),
+    _Rule(
+        ("training.max_skipped_steps",),
+        lambda config: config.training.on_nonfinite == "skip",
+        "training.on_nonfinite is stop",
+    ),
+    _Rule(
+        ("training.packing", "training.fused"),
+        lambda config: config.training.kernels == "auto",
+        "training.kernels is reference",
+    ),
+    _Rule(("training.share_prefixes",), _is_packed, "the rows of a micro-batch are not packed"),
+    _Rule(
+        ("early_stopping.min_delta", "early_stopping.metric"),
+        lambda config: config.early_stopping.patience is not None,
+        "early_stopping.patience is null",
+    ),
+    _Rule(
+        ("rollout.max_difference", "rollout.server_timeout_minutes"),
+        lambda config: config.rollout.server is not None,
+        "rollout.server is null",
+    ),
+    _Rule(
+        ("rollout.max_turns", "rollout.tool_timeout_seconds"),
+        lambda config: bool(config.rollout.tools or config.rollout.environment),
+        "rollout.tools and rollout.environment are empty",
+    ),
+    _Rule(("rollout.max_result_tokens",), lambda config: bool(config.rollout.tools), "rollout.tools is empty"),
+    _Rule(("resume_allow",), lambda config: config.resume == "auto", "resume is never"),
+    _Rule(
+        ("parallel.find_unused_parameters",),
+        lambda config: config.parallel.gradient_sync == "ddp",
+        "parallel.gradient_sync is not ddp",
+    ),
+    _Rule(
+        ("parallel.reshard_after_forward",),
+        lambda config: config.parallel.sharding != "none",
+        "parallel.sharding is none",
+    ),
+)
+_OF_ANSWERS = ("validation.num_samples", "validation.max_new_tokens", "validation.metrics_from")
+_OF_SEVERAL_PROCESSES = ("parallel.backend", "parallel.gradient_sync", "parallel.master_addr", "parallel.master_port")
+
+
+def refuse_keys_of_others(config: Config, chosen: Mapping[str, object]) -> None:
+    """Raise ConfigError for a key that the objective does not read, or that would need an adapter.
+
+    `chosen` has the keys that are set, and their values.
+    """
+    objective, method = config.objective, config.training.method
+    for key, value in chosen.items():
+        if not objective.reads_key(key):
+            users = " and ".join(other.name for other in OBJECTIVES.values() if other.reads_key(key))
+            raise ConfigError(
+                f"{key} is {value} ({config.origin(key)}), but training.objective is {objective.name}, which does "
+                f"not read it: it belongs to {users}. Remove it."
+            )
+        if key == "rollout.server" and method != "lora":
+            raise ConfigError(
+                f"rollout.server is {value} and training.method is {method}, but the server gets the step's weights as "
+                "a LoRA adapter. Set training.method=lora, or remove rollout.server."
+            )
+        if key in _OF_OTHER_MODEL and method == "full":
+            raise ConfigError(
+                f"{key} is {_shown(value)} ({config.origin(key)}), but training.method is full, which trains every "
+                f"weight of model.path as it is there. {_OF_OTHER_MODEL[key]}, or set training.method=lora."
+            )
+
+
+def refuse_no_reference(config: Config) -> None:
+    """Raise ConfigError if there can be no reference, which is the model with its adapter switched off."""
+    objective, is_lora = config.objective, config.training.method == "lora"
+    without = " or grpo.beta=0" if objective.generates_answers else ""
+    if not is_lora:
+        raise ConfigError(
+            f"training.method is {config.training.method}, but the reference of {objective.title} is the base with its "
+            f"adapter switched off. Set training.method=lora{without}."
+        )
+    if config.lora.start_from is not None:
+        raise ConfigError(
+            f"lora.start_from is {config.lora.start_from}, but the reference of {objective.title} is the base without "
+            "any adapter. Merge that adapter into its base first, and name the merged model in model.path"
+            f"{without and f';{without} needs no reference'}."
+        )
+
+
+def warn_of_unread_keys(
+    config: Config, chosen: Mapping[str, object], *, has_metrics: bool, world_size: int | None
+) -> None:
+    """Warn of the keys that have no effect in this run, all in one line.
+
+    `chosen` has the keys that are set, and their values. `has_metrics` says whether validations measure generated
+    answers. `world_size` is None if the launch is not known.
+    """
+    unread: dict[str, str] = {}
+    for key in chosen:
+        why = next((rule.why for rule in _RULES if key.startswith(rule.keys) and not rule.is_read(config)), "")
+        if key in _OF_ANSWERS and not has_metrics and not config.objective.generates_answers:
+            why = "validations have no metrics"
+        elif world_size == 1 and key in _OF_SEVERAL_PROCESSES:
+            why = "one process trains alone"
+        if why:
+            unread[key] = why
+    _warn(config, chosen, unread)
+
+
+def warn_of_missing_splits(config: Config, splits: Any) -> None:
+    """Warn of the keys about validation or test rows in a run that has no such rows."""
+    missing = {
+        "validation.": ("this run has no validation rows", splits.validation),
+        "checkpoint.best_metric": ("this run has no validation rows", splits.validation),
+        "testing.": ("this run has no test rows", getattr(splits, "test", None)),
+    }
+    chosen, unread = sometimes_read(config, tuple(missing)), {}
+    for key in chosen:
+        why, rows = next(found for name, found in missing.items() if key.startswith(name))
+        if rows is None and chosen[key] not in _NOTHING:
+            unread[key] = why
+    _warn(config, chosen, unread)
+
+
+def _warn(config: Config, chosen: Mapping[str, object], unread: Mapping[str, str]) -> None:
+    """Warn of keys, by reason. A shipped file sets keys for many kinds of runs, so its keys are left out."""
+    by_reason: dict[str, list[str]] = {}
+    for key, why in unread.items():
+        origin = config.origin(key)
+        if not origin.startswith("shipped ") and not Path(origin).absolute().is_relative_to(shipped_folder("configs")):
+            by_reason.setdefault(why, []).append(f"{key}={_shown(chosen[key])} ({origin})")
+    if by_reason:
+        reasons = "; ".join(f"{', '.join(keys)}, because {why}" for why, keys in by_reason.items())
+        _log.warning("set, but without effect in this run: %s", reasons)
+
+
+def _shown(value: Any) -> str:
+    text = without_passwords(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."

@@ -1,0 +1,100 @@
+"""A key that is set and that a run does not read is refused, or named before the run."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from finetune.config import load_config
+from finetune.config.keys import fields
+from finetune.errors import ConfigError
+from finetune.training.checks import SOMETIMES_READ
+from finetune.training.setup import check_config
+from finetune.training.unread_keys import _OF_ANSWERS, _OF_SEVERAL_PROCESSES, _RULES, warn_of_missing_splits
+
+WORDS = ["model=phi_tiny", "data=orders"]
+
+
+def warnings(caplog: pytest.LogCaptureFixture, words: list[str]) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="finetune"):
+        check_config(load_config([*WORDS, *words]))
+    return [record.getMessage() for record in caplog.records if record.name.endswith("unread_keys")]
+
+
+@pytest.mark.parametrize(
+    ("unread", "read_with"),
+    [
+        ("lora.r=4", ""),
+        ("lora.target_modules=qkv_proj", ""),
+        ("model.revision=main", "model.path=org/model"),
+        ("model.fp8_layers=upper_half", "model.frozen_precision=fp8 training.precision=bf16"),
+        ("data.name=main", "data.path=org/rows"),
+        ("data.revision=main", "data.path=org/rows"),
+        ("training.max_skipped_steps=9", "training.on_nonfinite=skip"),
+        ("training.packing=false", "training.kernels=auto"),
+        ("training.share_prefixes=false", "training.kernels=auto"),
+        ("training.fused=true", "training.kernels=auto"),
+        ("validation.num_samples=9", "validation.metrics=exact_match"),
+        ("validation.max_new_tokens=9", "validation.metrics=exact_match"),
+        ("early_stopping.min_delta=0.1", "early_stopping.patience=1"),
+        ("resume_allow=seed", "resume=auto"),
+        ("parallel.find_unused_parameters=true", "parallel.gradient_sync=ddp"),
+        ("parallel.reshard_after_forward=false", "parallel.sharding=fsdp2"),
+    ],
+)
+def test_a_key_that_other_keys_leave_without_effect_is_named(
+    caplog: pytest.LogCaptureFixture, unread: str, read_with: str
+) -> None:
+    without = "training.method=full" if unread.startswith("lora.") else "training.kernels=reference"
+    [message] = warnings(caplog, [without, unread])
+    assert unread.partition("=")[0] in message
+    assert "(overrides), because" in message
+    assert warnings(caplog, [unread, *read_with.split()]) == []
+
+
+def test_keys_of_rewards_are_named_with_the_key_that_they_need(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["task=finetune_grpo", "reward.functions=length", "rollout.max_turns=2", "rollout.max_difference=0.1"]
+    [message] = warnings(caplog, words)
+    of_server = "rollout.max_difference=0.1 (overrides), because rollout.server is null; "
+    assert message == (
+        f"set, but without effect in this run: {of_server}"
+        "rollout.max_turns=2 (overrides), because rollout.tools and rollout.environment are empty"
+    )
+    assert warnings(caplog, [*words, "rollout.server=http://localhost:8000"]) == [message.replace(of_server, "")]
+
+
+def test_values_that_are_the_defaults_and_keys_of_shipped_files_are_not_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert warnings(caplog, ["training.method=full", "lora.r=16", "training.max_skipped_steps=5"]) == []
+    config = load_config([*WORDS, "task=debug"])
+    warn_of_missing_splits(config, SimpleNamespace(validation=None))
+    assert caplog.messages == []
+
+
+def test_keys_about_rows_that_are_not_there_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["validation.validate_every=2", "testing.metrics=exact_match", "testing.num_samples=0"]
+    config = load_config([*WORDS, *words])
+    warn_of_missing_splits(config, SimpleNamespace(validation=None, test=None))
+    assert caplog.messages == [
+        "set, but without effect in this run: validation.validate_every=2 (overrides), because this run has no "
+        'validation rows; testing.metrics=["exact_match"] (overrides), because this run has no test rows'
+    ]
+    caplog.clear()
+    warn_of_missing_splits(config, SimpleNamespace(validation=[], test=[]))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("word", ["lora.start_from=runs/first", "lora.quantize=nf4", "lora.new_tokens=['<a>']"])
+def test_full_fine_tuning_refuses_a_key_that_asks_for_another_model(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"training\.method is full, which trains every weight of model\.path"):
+        check_config(load_config([*WORDS, "training.method=full", word]))
+
+
+def test_each_rule_is_about_keys_that_are_looked_at() -> None:
+    keys = [*_OF_ANSWERS, *_OF_SEVERAL_PROCESSES, *(key for rule in _RULES for key in rule.keys)]
+    assert [key for key in keys if not key.startswith(SOMETIMES_READ)] == []
+    assert [key for key in (*keys, *SOMETIMES_READ) if not any(name.startswith(key) for name in fields())] == []
