@@ -22,6 +22,7 @@ from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import finetune.forked_children  # noqa: F401  # for the processes that these functions fork
 from finetune.config.config_files import absolute
 from finetune.config.key_advice import did_you_mean
 from finetune.errors import ConfigError

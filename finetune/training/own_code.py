@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import finetune.forked_children  # noqa: F401  # for the processes that these functions fork
 from finetune.errors import ConfigError, ModelError, RunFailedError
 from finetune.inference.answers import METRICS
 from finetune.runs.metrics import FORGOTTEN, OF_EVERY_VALIDATION
