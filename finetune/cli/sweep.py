@@ -13,7 +13,7 @@ import typer
 from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.report import write_report
-from finetune.cli.run_options import STYLES, refuse_several_processes
+from finetune.cli.run_options import STYLES, OptionRules, refuse_several_processes
 from finetune.config.schema import Config, DataSection
 from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
 from finetune.runs.recorded_run import best_point
@@ -61,6 +61,8 @@ def sweep_from_overrides(
         FinetuneError: the sweep was refused before its first trial, or a signal stopped it.
     """
     refuse_several_processes("sweep")
+    rules = OptionRules({"--report": report_only, "--only": only, "--retry-failed": retry_failed})
+    rules.exclude("--report", "--only", "--retry-failed", because="--report starts no trial. Leave one of them out.")
     if halving == 1:
         raise ConfigError("--halving is 1, but it is a factor: give 2 or more, or 0 to end no trial early.")
     same, space = read_space(overrides or [])

@@ -12,6 +12,7 @@ import pytest
 from finetune.errors import CheckpointError
 from finetune.sweep import running
 from finetune.sweep.trials import Sweep, Trial, open_sweep
+from tests.in_process import run_finetune
 from tests.report.runs import write_run
 
 TRIALS = [{"seed": "1"}, {"seed": "2"}]
@@ -52,6 +53,15 @@ def test_a_report_makes_no_folder(tmp_path):
     with pytest.raises(CheckpointError, match="gone holds no sweep to report on"):
         open_sweep(tmp_path / "gone", ASKED, is_there=True)
     assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("option", ["--only=1", "--retry-failed"])
+def test_a_report_alone_is_refused_with_an_option_that_starts_trials(option, tmp_path):
+    """`--report --only 1` wrote no report and said that the trial is complete."""
+    done = run_finetune("sweep", "quickstart", "seed=1,2", f"output_dir={tmp_path}/sweep", "--report", option, code=2)
+    name = option.partition("=")[0]
+    assert f"--report and {name} cannot be given together: --report starts no trial." in done.errors
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_a_trial_that_was_stopped_before_its_run_began_has_not_started(tmp_path, monkeypatch, capsys):
