@@ -35,13 +35,6 @@ def _numbers(value: object) -> object:
     return value
 
 
-def _is_date(text: str) -> bool:
-    try:
-        return date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
-
-
 def _module_names(value: object) -> object:
     """Read a text as names with commas, or as one pattern. PEFT says all-linear for auto, and LLaMA-Factory all."""
     if value in ("all-linear", "all", ["all-linear"], ["all"]):
@@ -379,9 +372,10 @@ class DataSection(Section):
     @field_validator("template_date")
     @classmethod
     def _check_date(cls, value: str | None) -> str | None:
-        if value is not None and not _is_date(value):
-            raise ValueError(f"{value} is not a date; write it as 2026-11-27")
-        return value
+        with suppress(ValueError):
+            if value is None or date.fromisoformat(value).isoformat() == value:
+                return value
+        raise ValueError(f"{value} is not a date; write it as 2026-11-27")
 
     @field_validator("columns")
     @classmethod
