@@ -194,14 +194,15 @@ def _check(
     objective.check_rows(rows)
     check_fit(config, model, rows)
     splits: EncodedSplits = _with_subsets(config, objective.prepare(model, tokenizer, rows))
-    check_criteria(config, objective.metrics, metrics, in_subsets=measured_in_subsets(config, splits.validation))
+    in_subsets = measured_in_subsets(config, splits.validation, metrics)
+    check_criteria(config, objective.metrics, metrics, in_subsets=in_subsets)
     refuse_early_stopping(config, splits)
     if runtime.is_main_process and None in (splits.validation, getattr(splits, "test", None)):
         from finetune.training.unread_keys import warn_of_missing_splits
 
         warn_of_missing_splits(config, splits)
     if splits.validation is not None:
-        refuse_rows_without_answers(config, splits.validation.row_type)
+        refuse_rows_without_answers(metrics, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)
     if config.early_stopping.max_forgotten is not None:
         from finetune.training.keeping import encode_measured_prompts

@@ -162,17 +162,17 @@ def answered_rows(config: Config, rows: EncodedExamples) -> EncodedExamples:
     return rows.select(answered[chosen])
 
 
-def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[str]:
-    """Return the names of the metrics that validations measure in each subset of their rows: `loss/NAME`, ..."""
+def measured_in_subsets(config: Config, rows: EncodedExamples | None, metrics: Collection[str]) -> list[str]:
+    """Return the names of what validations measure in each subset of their rows: `loss/NAME`, and of `metrics`."""
     if rows is None or not config.objective.learns_answers:
         return []
     names = []
-    sample = answered_rows(config, rows) if config.validation.metrics else None
+    sample = answered_rows(config, rows) if metrics else None
     for index, name in enumerate(rows.subset_names):
         if int(rows.num_targets[rows.subset == index].sum()):
             names.append(subset_key(LOSS, name))
         if sample is not None and bool((sample.subset == index).any()):
-            names += [subset_key(metric, name) for metric in config.validation.metrics]
+            names += [subset_key(metric, name) for metric in metrics]
     return names
 
 
@@ -188,10 +188,10 @@ def refuse_early_stopping(config: Config, splits: Any) -> None:
             )
 
 
-def refuse_rows_without_answers(config: Config, row_type: str) -> None:
+def refuse_rows_without_answers(metrics: Collection[str], row_type: str) -> None:
     """Raise DataError for metrics of answers on rows of plain text."""
-    if config.validation.metrics and row_type == "text":
+    if metrics and row_type == "text":
         raise DataError(
-            f"validation.metrics is {', '.join(config.validation.metrics)}, but the validation rows are plain text, "
-            "which has no answers. Remove it, or give rows with prompts and answers."
+            f"validations measure answers by {', '.join(metrics)}, but the validation rows are plain text, which has "
+            "no answers. Remove these metrics, or give rows with prompts and answers."
         )

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from finetune import load_config
 from finetune.data.encoded import EncodedExamples
 from finetune.data.mixture import names_of_sources
 from finetune.data.subsets import MOST_VALUES, by_column
 from finetune.errors import DataError
+from finetune.training.validation import measured_in_subsets
 from tests.data.conftest import encode
 
 
@@ -72,6 +74,17 @@ def test_a_column_divides_validation_and_test_rows(make_section, write_jsonl):
     assert found["validation"].fingerprint == splits.validation.fingerprint
     chosen = found["validation"].select([7, 1])
     assert rows_of(chosen) == {"dev.jsonl:8": "de", "dev.jsonl:2": "en"}
+
+
+def test_metrics_of_a_script_are_measured_in_each_subset(make_section, write_jsonl):
+    rows = [{"prompt": f"Hi {n}", "completion": "yes", "kind": "de" if n % 2 else "en"} for n in range(4)]
+    section = make_section(path=write_jsonl(rows), validation="50%")
+    found = by_column(section, "kind", {"validation": encode(section).validation})["validation"]
+    config = load_config(["model=phi_tiny", "data=orders", "validation.by=kind"])
+    names = sorted(set(rows_of(found).values()))
+    measured = measured_in_subsets(config, found, {"mine": len})
+    assert measured == [f"{metric}/{name}" for name in names for metric in ("loss", "mine")]
+    assert measured_in_subsets(config, found, {}) == [f"loss/{name}" for name in names]
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,10 @@ def test_what_is_not_measured_is_refused_before_anything_is_read(words, said):
 
 
 def test_plain_text_has_no_answers_to_measure():
-    config = config_of("validation.metrics=exact_match")
-    with pytest.raises(DataError, match=r"validation\.metrics is exact_match, but the validation rows are plain text"):
-        refuse_rows_without_answers(config, "text")
-    refuse_rows_without_answers(config, "messages")
+    with pytest.raises(DataError, match="measure answers by exact_match, but the validation rows are plain text"):
+        refuse_rows_without_answers(["exact_match"], "text")
+    refuse_rows_without_answers(["exact_match"], "messages")
+    refuse_rows_without_answers([], "text")
 
 
 def test_only_the_command_line_allows_a_module(tmp_path):
