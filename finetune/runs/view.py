@@ -184,6 +184,8 @@ class RunView(ProgressLine):
         self._validation = event
         name = str(event.get("best_metric", "loss"))
         value, sign = number_in(event, name), sign_of(name)
+        if self._best is not None and self._best[0] != name:
+            self._best = None
         if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
             self._best = name, value, shown_step(event)
 

@@ -37,6 +37,17 @@ def test_the_view_has_everything_in_one_place():
         assert part in text, text
 
 
+def test_values_of_the_best_metric_before_a_resume_are_forgotten():
+    view = view_of([2.0], num_steps=9)
+    view.take({"event": "validation", "step": 1, "loss": 2.5})
+    view.take({"event": "validation", "step": 2, "loss": 2.4, "exact_match": 0.5, "best_metric": "exact_match"})
+    view.take({"event": "validation", "step": 3, "loss": 2.3, "exact_match": 0.1, "best_metric": "exact_match"})
+    assert "best exact_match 0.500 at step 2" in shown(view)
+    view.take({"event": "validation", "step": 4, "loss": 2.6})
+    view.take({"event": "validation", "step": 5, "loss": 2.7})
+    assert "best 2.6000 at step 4" in shown(view)
+
+
 def test_a_wide_terminal_has_a_longer_curve_and_bar():
     view = view_of([3.0 - 0.01 * step for step in range(200)], num_steps=400)
     narrow, wide = shown(view, width=80), shown(view, width=160)
