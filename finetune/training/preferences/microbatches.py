@@ -43,7 +43,7 @@ class PreferenceMicrobatch(WithRows):
         mismatched: of labelled answers, each prompt with the completion of another row (`finetune.data.preferences`).
         is_good: the labels, bool, shape (rows,).
         counts: what the micro-batch adds to the sums over the whole global batch.
-        whole: the sums over the whole global batch; None until they are computed.
+        whole: the sums over the whole global batch; `NOTHING` until they are computed.
     """
 
     each: int = 2
@@ -110,7 +110,7 @@ def put_labelled_together(answers: Sequence[LabelledExample], *, rows: Collate) 
 def summed_preferences(
     model: Any, microbatch: PreferenceMicrobatch, *, loss: PreferenceLoss, choices: Choices = BY_DEVICE
 ) -> torch.Tensor:
-    """Sum the loss over a micro-batch, with a gradient, followed by the sums of its metrics; float64.
+    """Return the sum of the loss over a micro-batch, then the sums of its metrics. Only the loss has a gradient.
 
     The model is in training mode, and a PEFT model if the loss has a reference.
     """
