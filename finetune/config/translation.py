@@ -282,7 +282,7 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
         if tuple(OUR_NAME[name].split(".")) not in translation.settings:
             _translate(Setting(key=(name,), value=value, origin=f"{shown_path(path)}: default of {tool}"), translation)
     if translation.values.get("bf16") is False and ("training", "precision") not in translation.settings:
-        setting = next(setting for setting in settings if setting.dotted == "bf16")
+        setting = next(setting for setting in settings if _without_section(setting.key) == ("bf16",))
         _add(("training", "precision"), "fp32", setting, translation)
     return translation
 
@@ -319,13 +319,13 @@ def _translate(setting: Setting, translation: Translation) -> None:
         sentence = f"{NOTHING}: an epoch has the rows of all sources."
     elif rest and " " not in meaning:
         values, sentence = ({meaning: value}, "") if takes(meaning, dict) else ({}, f"Set {meaning}.")
-    elif " " in meaning and name not in ("gradient_accumulation_steps", "beta", "loss_type"):
+    elif " " in meaning and (rest or name not in ("gradient_accumulation_steps", "beta", "loss_type")):
         is_off = value in (False, 0, "", "no", "none", [], {}, *_PLACEHOLDERS) and not meaning.startswith(NOTHING)
         sentence = OFF if is_off else meaning
     else:
         try:
             values, sentence = _answer(name, meaning, value, translation)
-        except (TypeError, ValueError, AttributeError, KeyError):  # a value of another type than the tool's own
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):  # the tool itself would refuse it
             sentence = f"Set {meaning}. finetune cannot read this value."
     if (objective := translation.objective) and not all(map(translation.facts.reads_key, values)):
         values, sentence = {}, f"{NOTHING}: training.objective is {objective}, which does not read this."
@@ -439,7 +439,8 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             note = f"training.batch_size and training.global_batch_size count prompts here: divide them by {value}."
             return {"rollout.num_generations": value, "training.objective": "grpo"}, note
         case "loss_type" if not source.facts.generates_answers:  # of TRL
-            ours = _choices("training.objective").get(value[0] if isinstance(value, list) else value)
+            loss = value[0] if isinstance(value, list) and len(value) == 1 else value  # several are a weighted sum
+            ours = _choices("training.objective").get(str(loss))
             if ours in ("dpo", "kto") and source.objective is None:
                 return {"training.objective": ours}, ""
             return {}, OFF if value == "nll" or ours == source.objective is not None else OUR_NAME[name]

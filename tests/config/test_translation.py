@@ -487,6 +487,14 @@ def test_the_loss_of_trl_says_the_objective(loss, objective):
         assert "DECIDE: The loss" not in text
 
 
+@pytest.mark.parametrize("losses", ["[sigmoid, bco_pair, sft]", "[sigmoid, sft]", "[sft, sigmoid]"])
+def test_a_weighted_sum_of_losses_is_left_to_the_user(losses):
+    Path("other.yaml").write_text(f"learning_rate: 1.0e-5\nloss_type: {losses}\n", encoding="utf-8")
+    text = translated("other.yaml")
+    assert "DECIDE: The loss" in text
+    assert f"loss_type: {losses}" in text
+
+
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
@@ -637,6 +645,12 @@ def test_values_of_another_type_are_left_to_the_user():
 def test_text_that_begins_like_a_number_is_no_number(text):
     Path("lf.yaml").write_text(f"stage: sft\nfinetuning_type: lora\noutput_dir: {text}\n", encoding="utf-8")
     assert translate_file(Path("lf.yaml")).settings["output_dir",].value == text
+
+
+@pytest.mark.parametrize("line", ["val_size: .inf", "loss_type: []", "trl: {bf16: false}", "beta: {path: x}"])
+def test_values_that_no_tool_takes_do_not_stop_the_translation(line):
+    Path("odd.yaml").write_text(f"stage: dpo\nfinetuning_type: lora\n{line}\n", encoding="utf-8")
+    assert translate_file(Path("odd.yaml")).objective == "dpo"
 
 
 def test_values_and_names_stay_in_their_comments():
