@@ -170,3 +170,14 @@ def test_answers_of_a_conversation_on_both_sides_of_the_boundary_share_no_microb
     )
     assert rule.units(0) == [[0, 1], [2, 3]]
     assert rule.computed_again() == (1, 4, 7), "the shared tokens of the short rows"
+
+
+def test_microbatches_are_halved_until_each_has_one_row_or_equal_rows():
+    rule, limits = BatchRule(lengths=[8, 8, 4, 2], global_batch_size=4, batch_size=4), []
+    while (smaller := rule.halved(0, 0)) is not None:
+        rule = smaller
+        limits.append(rule.max_tokens)
+    assert limits == [16, 8, 4], "from 32 tokens, padded"
+    assert [len(group.rows) for group in rule.microbatches_of_step(0, 0)] == [1] * 4
+    equal = BatchRule(lengths=[3, 3], global_batch_size=2, batch_size=2, tokens=lambda _: numpy.arange(3))
+    assert equal.halved(0, 0) is None, "equal rows are computed once"
