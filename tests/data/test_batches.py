@@ -181,3 +181,11 @@ def test_microbatches_are_halved_until_each_has_one_row_or_equal_rows():
     assert [len(group.rows) for group in rule.microbatches_of_step(0, 0)] == [1] * 4
     equal = BatchRule(lengths=[3, 3], global_batch_size=2, batch_size=2, tokens=lambda _: numpy.arange(3))
     assert equal.halved(0, 0) is None, "equal rows are computed once"
+
+
+def test_the_row_before_each_is_of_its_global_batch_or_of_the_step_before():
+    rule = BatchRule(lengths=[1] * 7, global_batch_size=3, batch_size=2)
+    a, b, c, d, e, f, alone = rule.order(0)
+    microbatches = itertools.chain(*rule.steps_of_rank(0, 0, 0, 1))
+    before = dict(itertools.chain(*(zip(part.rows, part.before, strict=True) for part in microbatches)))
+    assert before == {a: c, b: a, c: b, d: f, e: d, f: e, alone: f}
