@@ -34,6 +34,7 @@ def test_min_delta_counts_for_patience_and_not_for_the_best_weights():
     state, stops = after([3.0, 2.95, 2.91, 2.92], min_delta=0.1)
     assert (state.stopping_merit, stops) == (-3.0, [False, False, True, True])
     assert (state.best_loss, state.best_step) == (2.91, 3)
+    assert without_other_criteria(state, Criteria(min_delta=0.1)) == state, "a resumed run compares with the same"
     assert after([3.0, 2.95, 2.89], min_delta=0.1)[1] == [False, False, False]
     assert after([3.0], min_delta=5.0)[0].best_step == 1
 
