@@ -152,6 +152,10 @@ def test_a_trainer_trains_once_and_only_in_its_launch(words, tmp_path):
         loader, *_ = trainer.prepare_dataloaders()
         with torch.no_grad(), pytest.raises(LaunchError, match="no_grad is in force"):
             trainer.run_training(loader)
+        torch.set_float32_matmul_precision("high")
+        with pytest.raises(LaunchError, match="set_float32_matmul_precision is in force"):
+            trainer.run_training(loader)
+        torch.set_float32_matmul_precision("highest")
         trainer.run_training(loader)
         losses = curve(tmp_path / "run")
         with pytest.raises(ConfigError, match="is over: this trainer has trained it already"):
