@@ -146,6 +146,15 @@ def test_help_shows_every_name_and_text_whole(path):
         assert set(help_text.split()) <= set(done.words.split()), done.raw
 
 
+def test_a_narrow_terminal_gets_help_without_tables_and_cuts_no_word():
+    done = run_on_terminal(50, "train", "--help")
+    done.assert_fits()
+    done.assert_readable()
+    help_text = next(it for it in COMMANDS["finetune train"].params if it.param_type_name == "argument").help
+    assert set(help_text.split()) <= set(done.words.split()), done.raw
+    assert "\n  lora.r  Rank of each update." in done.raw.replace("\r", "")
+
+
 def test_a_mistake_is_folded_and_readable_and_a_path_longer_than_a_line_is_not_broken(here):
     for words in (["train", "no-such-run"], ["train", "--no-such-option"], ["runs", "no/such/folder/" + "x" * 40]):
         done = run_on_terminal(80, *words)

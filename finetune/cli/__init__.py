@@ -28,19 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     prepare_streams()
     if sys.stdout.isatty() or sys.stderr.isatty():
-        _make_help_readable()
+        from finetune.cli.help_style import make_help_readable
+
+        make_help_readable()
     given = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
     _run(lambda _: app(given, prog_name="finetune"), given, trains=given[:1] == ["train"])
-
-
-def _make_help_readable() -> None:
-    """Change the styles of typer's help that cannot be read on a light or on a dark background."""
-    from typer import rich_utils
-
-    for name, style in vars(rich_utils).items():
-        if name.startswith("STYLE_") and isinstance(style, str):
-            setattr(rich_utils, name, style.replace("dim", "").replace("yellow", "magenta").strip())
-    rich_utils.RICH_HELP = rich_utils.RICH_HELP.replace("[blue]", "[bold]")
 
 
 def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 from finetune.config.compose import DEFAULT_TASK, compose
@@ -15,7 +16,7 @@ from finetune.config.render import inline_yaml
 from finetune.config.schema import ALIASES
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
-from finetune.terminal import say
+from finetune.terminal import say, screen_width
 
 _FREQUENT = {
     "The model, the rows and the run's folder": ("data.max_length", "data.validation", "output_dir", "resume", "seed"),
@@ -30,6 +31,8 @@ _FREQUENT = {
 """The keys that most runs set."""
 _NEEDED = {"finetune_grpo": " reward.functions=exact_match", "finetune_new_tokens": " \"lora.new_tokens=['<order>']\""}
 """An example of what the command of a task needs beside a model and rows."""
+_NARROW = 70
+"""The meanings of keys do not get a column of their own in a terminal of fewer columns."""
 _MOST_FOUND = 10
 """How many keys and pages a search shows."""
 
@@ -39,8 +42,10 @@ def show_frequent_keys() -> None:
     say("Keys that people set, as KEY=VALUE or --KEY VALUE, besides model=, data= and task=:")
     for title, keys in _FREQUENT.items():
         say(f"\n{title}")
+        width = screen_width(sys.stdout)
+        column, indent = (33, 35) if width is None or width >= _NARROW else (0, 4)
         for key in keys:
-            say(f"  {key:<33}{_meaning(key)}", indent=" " * 35)
+            say(f"  {key:<{column}}{'' if column else '  '}{_meaning(key)}", indent=" " * indent)
     say(
         "\nAll keys, with their values for a run: finetune config show OVERRIDES. One key: finetune help KEY.\n"
         "Models, rows, tasks and launches to choose from: finetune config list."
