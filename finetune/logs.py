@@ -33,13 +33,14 @@ SILENCE_SECONDS = 10.0
 _one_line = threading.Lock()
 """The outermost `waiting` holds this lock. Its line shows the innermost task."""
 
-
 _tasks: list[list[str]] = []
 """Slow tasks, the innermost last: what each does, and how far it has come."""
 _last_line = 0.0
 """When the log had its last line, by the monotonic clock."""
 _is_main = False
 """The log is configured, and this is rank 0."""
+_is_command = False  # but a script that calls functions of the package
+_log_of_script: tuple[int, bool, list[logging.Handler]] | None = None  # before the log was configured
 
 
 class _Innermost:
@@ -138,12 +139,12 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
 
     A single process on an interactive terminal or in a notebook shows only warnings and errors, unless told to DEBUG.
     """
-    global _is_main
+    global _is_main, _log_of_script
     prepare_streams()  # also in a script without `command`: its run must not fail when it prints a row
     logger = logging.getLogger(PACKAGE)
+    _log_of_script = _log_of_script or (logger.level, logger.propagate, list(logger.handlers))
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
-    for former in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
-        logger.removeHandler(former)
+    logger.handlers = [h for h in logger.handlers if h.get_name() != _HANDLER_NAME]
     if num_processes == 1 and level > logging.DEBUG and (is_for_a_person(sys.stderr) or is_notebook()):
         handler: logging.Handler = _PersonHandler()
     else:
@@ -152,8 +153,7 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
     handler.set_name(_HANDLER_NAME)
     handler.addFilter(_note_time)
     _is_main = rank == 0
-    logger.addHandler(handler)
-    logger.addHandler(early)
+    logger.handlers += [handler, early]
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
     logger.propagate = False
     # When PEFT imports bitsandbytes on a CPU with bf16, it warns of a missing kernel for products in 4 bits. Runs in
@@ -172,23 +172,16 @@ def speaks_to_a_person() -> bool:
 
 
 def log_python_warnings() -> None:
-    """Send Python's warnings through the package's log, so that log.txt has them. A terminal shows no file and line."""
-
+    """Send a command's Python warnings through the package's log, for log.txt. A terminal shows no file and line."""
+    global _is_command
+    _is_command = True
     logger = logging.getLogger("py.warnings")
     logger.handlers = [_Forwarder()]
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        parts = (category.__name__, message, filename, lineno)
-        logger.warning("%s: %s (%s:%d)", *parts, extra={"short": str(message)})
+    def show(message: Warning | str, category: type[Warning], file: str, line: int, *_: object, **__: object) -> None:
+        logger.warning("%s: %s (%s:%d)", category.__name__, message, file, line, extra={"short": str(message)})
 
-    warnings.showwarning = show
+    warnings.showwarning = show  # type: ignore[assignment]
 
 
 @cache
@@ -217,8 +210,14 @@ def hear_libraries() -> None:
         logger.handlers = [_Forwarder()]
 
 
-def give_back_libraries() -> None:
-    """Give the loggers of other libraries the handlers back that they had before `hear_libraries`."""
+def give_back_logs() -> None:
+    """Give a script the package's logger back as it was, and the loggers of other libraries their handlers."""
+    global _log_of_script
+    if not _is_command and _log_of_script is not None:
+        logger, (level, propagate, former) = logging.getLogger(PACKAGE), _log_of_script
+        added = [each for each in logger.handlers if each not in former and each.get_name() != _HANDLER_NAME]
+        logger.handlers, logger.propagate, _log_of_script = former + added, propagate, None
+        logger.setLevel(level)
     for name in list(_handlers_of_libraries):
         former, logger = _handlers_of_libraries.pop(name), logging.getLogger(name)
         added = [each for each in logger.handlers if each not in former and not isinstance(each, _Forwarder)]

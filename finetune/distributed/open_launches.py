@@ -12,7 +12,7 @@ from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.ddp_init import is_joined
 from finetune.engine.fused import switch_fused, switch_replays
 from finetune.errors import LaunchError
-from finetune.logs import give_back_libraries
+from finetune.logs import give_back_logs
 from finetune.signals import after_fork_in_child, is_in_steps
 
 _open: list[threading.Thread] = []
@@ -51,7 +51,7 @@ def open_launch(*, trains: bool) -> Iterator[bool]:
             _open.remove(mine)
         _reset_state()
         if restore is None:
-            give_back_libraries()
+            give_back_logs()
         elif _open:
             restore()
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from finetune import logs
 from finetune.config.schema import Config
 from finetune.distributed.device import refuse_modes
 from finetune.distributed.launch import launch
@@ -41,6 +42,20 @@ def test_a_launch_in_another_one_gives_back_what_it_changed(tmp_path):
             assert not torch.is_autocast_enabled("cpu")
         runtime.placement.prepare_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
     assert not is_fused()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_gives_a_script_its_log_back(tmp_path, monkeypatch, fails):
+    log, own, added = logging.getLogger("finetune"), logging.NullHandler(), logging.NullHandler()
+    monkeypatch.setattr(logs, "_log_of_script", None)
+    monkeypatch.setattr(logs, "_is_command", False)
+    log.handlers, log.propagate = [own], True
+    log.setLevel(logging.ERROR)
+    logs.configure_logs(0)  # as some functions do before they launch
+    with suppress(ZeroDivisionError), launch(config(tmp_path), trains=False):
+        log.addHandler(added)
+        assert not fails or 1 / 0
+    assert (log.level, log.propagate, log.handlers) == (logging.ERROR, True, [own, added])
 
 
 @pytest.mark.parametrize("fails", [False, True])
