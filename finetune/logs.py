@@ -27,12 +27,10 @@ _LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "transformers
 _handlers_of_libraries: dict[str, list[logging.Handler]] = {}
 _COLOURS = {"warning": "1;35", "error": "1;31", "critical": "1;31"}
 """Magenta and red are readable on light and on dark backgrounds; yellow is not."""
-
 SILENCE_SECONDS = 10.0
 """The log has a line at least this often while a slow task runs."""
 _one_line = threading.Lock()
 """The outermost `waiting` holds this lock. Its line shows the innermost task."""
-
 _tasks: list[list[str]] = []
 """Slow tasks, the innermost last: what each does, and how far it has come."""
 _last_line = 0.0

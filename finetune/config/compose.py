@@ -128,6 +128,10 @@ def compose(
         _translate_older(asked.settings, problems),
     ]
     config = build_config(chain(*layers), problems, complete=complete, needs_data=needs_data, typed=typed)
+    task = (chosen | asked.groups).get("task")
+    if complete and task is not None and task.name.endswith("new_tokens") and not config.lora.new_tokens:
+        example = "lora.new_tokens=['<order>', '</order>']"
+        raise ConfigError(f'task={task.name} ({task.place}): name the tokens, for example "{example}".')
     if config.origin("output_dir") == "default":
         name = Path(asked.run.name).stem if asked.run else _default_name(config, chosen | asked.groups)
         config = config.model_copy(update={"output_dir": f"runs/{name}"})
@@ -274,8 +278,7 @@ def _is_own_argument(argument: str) -> bool:
     return bool(equals and _chooses_or_sets(key)) or is_run_file(argument) or is_file_of_rows(argument)
 
 
-_WITHOUT_VALUE = {"resume": "auto"}
-"""What flags mean that have no value."""
+_WITHOUT_VALUE = {"resume": "auto"}  # what flags mean that have no value
 _BOOLEAN = re.compile("(?i)true|false|yes|no|on|off|null|auto|[01]")
 
 

@@ -337,3 +337,12 @@ def test_a_run_that_lost_its_configuration_does_not_get_the_defaults(content, wh
         (tmp_path / "run" / "config.yaml").write_text(content)
     with pytest.raises(ConfigError, match=why):
         compose([], run="run", complete=False)
+
+
+@pytest.mark.parametrize("task", ["finetune_new_tokens", "new_tokens"])
+def test_the_task_of_new_tokens_without_tokens_is_refused(task):
+    """It would train a plain adapter."""
+    arguments = ["model=phi_tiny", "data=orders", f"task={task}"]
+    with pytest.raises(ConfigError, match=f"task={task} .*name the tokens, for example .lora.new_tokens="):
+        load_config(arguments)
+    assert load_config([*arguments, "lora.new_tokens=['<order>']"]).lora.new_tokens == ["<order>"]
