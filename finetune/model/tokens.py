@@ -50,6 +50,8 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
     if tokenizer.chat_template is None and section.chat_template is not None:
         tokenizer.chat_template = _read_template(section.chat_template)
+    elif section.chat_template is not None:
+        _log.warning("model.chat_template is not used: the tokenizer has a template. data.chat_template replaces it")
     choose_pad_token(tokenizer, _num_rows(section))
     return tokenizer
 

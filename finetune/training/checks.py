@@ -70,14 +70,11 @@ def check_settings(config: Config, runtime: Runtime | None = None) -> None:
 
 def check_objective(config: Config) -> None:
     """Raise ConfigError for a key that the objective does not read, or for a run that lacks what it needs."""
-    if chosen := sometimes_read(config):
+    chosen = sometimes_read(config)
+    if chosen or config.has_reference:
         from finetune.training.unread_keys import refuse_keys_of_others
 
         refuse_keys_of_others(config, chosen)
-    if config.has_reference:
-        from finetune.training.unread_keys import refuse_no_reference
-
-        refuse_no_reference(config)
 
 
 def sometimes_read(config: Config, names: tuple[str, ...] = SOMETIMES_READ) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _check(
     in_subsets = measured_in_subsets(config, splits.validation, metrics)
     check_criteria(config, objective.metrics, metrics, in_subsets=in_subsets)
     refuse_early_stopping(config, splits)
-    if runtime.is_main_process and None in (splits.validation, getattr(splits, "test", None)):
+    if runtime.is_main_process and None in (splits.validation, splits.test):
         from finetune.training.unread_keys import warn_of_missing_splits
 
         warn_of_missing_splits(config, splits)

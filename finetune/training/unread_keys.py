@@ -66,6 +66,11 @@ _RULES = (
     _Rule(("model.revision",), _has_model_at_hub, "neither the model nor its tokenizer is a hub id"),
     _Rule(("model.fp8_layers",), lambda config: config.model.frozen_precision == "fp8", "frozen_precision is not fp8"),
     _Rule(("data.name", "data.revision"), _has_rows_at_hub, "data.path is not a hub id"),
+    _Rule(
+        ("grpo.epsilon", "grpo.importance_sampling_level"),
+        lambda config: config.grpo.num_iterations > 1,
+        "grpo.num_iterations is 1, so no ratio changes",
+    ),
     _Rule(("data.keep_prompts",), lambda config: config.data.keep is not None, "data.keep is null"),
     _Rule(
         ("training.max_skipped_steps",),
@@ -111,7 +116,7 @@ _OF_SEVERAL_PROCESSES = ("parallel.backend", "parallel.gradient_sync", "parallel
 
 
 def refuse_keys_of_others(config: Config, chosen: Mapping[str, object]) -> None:
-    """Raise ConfigError for a key that the objective does not read, or that would need an adapter.
+    """Raise ConfigError for a key that the objective does not read, or for a missing adapter or reference.
 
     `chosen` has the keys that are set, and their values.
     """
@@ -133,9 +138,11 @@ def refuse_keys_of_others(config: Config, chosen: Mapping[str, object]) -> None:
                 f"{key} is {_shown(value)} ({config.origin(key)}), but training.method is full, which trains every "
                 f"weight of model.path as it is there. {_OF_OTHER_MODEL[key]}, or set training.method=lora."
             )
+    if config.has_reference:
+        _refuse_no_reference(config)
 
 
-def refuse_no_reference(config: Config) -> None:
+def _refuse_no_reference(config: Config) -> None:
     """Raise ConfigError if there can be no reference, which is the model with its adapter switched off."""
     objective, is_lora = config.objective, config.training.method == "lora"
     without = " or grpo.beta=0" if objective.generates_answers else ""
@@ -174,10 +181,14 @@ def warn_of_unread_keys(
 
 def warn_of_missing_splits(config: Config, splits: Any) -> None:
     """Warn of the keys about validation or test rows in a run that has no such rows."""
+    of_test = "this run has no test rows"
+    if config.objective.compares_answers:
+        of_test = f"training.objective={config.training.objective} has no test phase"
     missing = {
         "validation.": ("this run has no validation rows", splits.validation),
         "checkpoint.best_metric": ("this run has no validation rows", splits.validation),
-        "testing.": ("this run has no test rows", getattr(splits, "test", None)),
+        "testing.": (of_test, splits.test),
+        "data.test": (of_test, splits.test),
     }
     chosen, unread = sometimes_read(config, tuple(missing)), {}
     for key in chosen:

@@ -9,7 +9,9 @@ import pytest
 
 from finetune.config import load_config
 from finetune.config.keys import fields
+from finetune.config.schema import ModelSection
 from finetune.errors import ConfigError
+from finetune.model.tokens import build_tokenizer
 from finetune.training.checks import SOMETIMES_READ
 from finetune.training.setup import check_config
 from finetune.training.unread_keys import _OF_ANSWERS, _OF_SEVERAL_PROCESSES, _RULES, warn_of_missing_splits
@@ -57,10 +59,12 @@ def test_a_key_that_other_keys_leave_without_effect_is_named(
 
 def test_keys_of_rewards_are_named_with_the_key_that_they_need(caplog: pytest.LogCaptureFixture) -> None:
     words = ["task=finetune_grpo", "reward.functions=length", "rollout.max_turns=2", "rollout.max_difference=0.1"]
+    words.append("grpo.epsilon_high=0.3")
     [message] = warnings(caplog, words)
     of_server = "rollout.max_difference=0.1 (overrides), because rollout.server is null; "
     assert message == (
-        f"set, but without effect in this run: {of_server}"
+        "set, but without effect in this run: grpo.epsilon_high=0.3 (overrides), because grpo.num_iterations is 1, "
+        f"so no ratio changes; {of_server}"
         "rollout.max_turns=2 (overrides), because rollout.tools and rollout.environment are empty"
     )
     assert warnings(caplog, [*words, "rollout.server=http://localhost:8000"]) == [message.replace(of_server, "")]
@@ -71,7 +75,7 @@ def test_values_that_are_the_defaults_and_keys_of_shipped_files_are_not_named(
 ) -> None:
     assert warnings(caplog, ["training.method=full", "lora.r=16", "training.max_skipped_steps=5"]) == []
     config = load_config([*WORDS, "task=debug"])
-    warn_of_missing_splits(config, SimpleNamespace(validation=None))
+    warn_of_missing_splits(config, SimpleNamespace(validation=None, test=None))
     assert caplog.messages == []
 
 
@@ -86,6 +90,15 @@ def test_keys_about_rows_that_are_not_there_are_named(caplog: pytest.LogCaptureF
     caplog.clear()
     warn_of_missing_splits(config, SimpleNamespace(validation=[], test=[]))
     assert caplog.messages == []
+    config = load_config([*WORDS, "task=finetune_preferences", "data.test=test.jsonl"])
+    warn_of_missing_splits(config, SimpleNamespace(validation=[], test=None))
+    [message] = caplog.messages
+    assert message.endswith("data.test=test.jsonl (overrides), because training.objective=dpo has no test phase")
+
+
+def test_a_chat_template_beside_the_own_one_of_a_tokenizer_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    build_tokenizer(ModelSection(path="shipped:phi_tiny", chat_template="{{ messages }}"))
+    assert "model.chat_template is not used" in caplog.text
 
 
 @pytest.mark.parametrize("word", ["lora.start_from=runs/first", "lora.quantize=nf4", "lora.new_tokens=['<a>']"])
