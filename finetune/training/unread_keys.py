@@ -112,6 +112,7 @@ _RULES = (
     ),
 )
 _OF_ANSWERS = ("validation.num_samples", "validation.max_new_tokens", "validation.metrics_from")
+"""Keys of the answers that validations measure. With rewards, `rollout.*` says how they are generated."""
 _OF_SEVERAL_PROCESSES = ("parallel.backend", "parallel.gradient_sync", "parallel.master_addr", "parallel.master_port")
 
 
@@ -170,7 +171,8 @@ def warn_of_unread_keys(
     unread: dict[str, str] = {}
     for key in chosen:
         why = next((rule.why for rule in _RULES if key.startswith(rule.keys) and not rule.is_read(config)), "")
-        if key in _OF_ANSWERS and not has_metrics and not config.objective.generates_answers:
+        is_of_prompts = config.objective.generates_answers and key == "validation.num_samples"
+        if key in _OF_ANSWERS and not has_metrics and not is_of_prompts:
             why = "validations have no metrics"
         elif world_size == 1 and key in _OF_SEVERAL_PROCESSES:
             why = "one process trains alone"

@@ -59,7 +59,7 @@ def test_a_key_that_other_keys_leave_without_effect_is_named(
 
 def test_keys_of_rewards_are_named_with_the_key_that_they_need(caplog: pytest.LogCaptureFixture) -> None:
     words = ["task=finetune_grpo", "reward.functions=length", "rollout.max_turns=2", "rollout.max_difference=0.1"]
-    words.append("grpo.epsilon_high=0.3")
+    words += ["grpo.epsilon_high=0.3", "validation.num_samples=4"]
     [message] = warnings(caplog, words)
     of_server = "rollout.max_difference=0.1 (overrides), because rollout.server is null; "
     assert message == (
