@@ -200,8 +200,10 @@ def _warn_of_imbalance(config: Config, rows: EncodedLabelled) -> None:
     good = config.preference.desirable_weight * num_good
     bad = config.preference.undesirable_weight * (len(rows) - num_good)
     if not 1.0 <= (good / bad if bad else math.inf) <= 4 / 3:
+        to_do = "Set preference.desirable_weight or preference.undesirable_weight"
         _log.warning(
             "the %d good answers have a weight of %g in the loss and the %d bad ones %g; KTO's paper advises 1:1 to "
-            "4:3. Set preference.desirable_weight or preference.undesirable_weight",
+            "4:3. %s",
             *(num_good, good, len(rows) - num_good, bad),
+            to_do if 0 < num_good < len(rows) else "All rows have one label: add rows with the other one",
         )

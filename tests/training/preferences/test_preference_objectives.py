@@ -292,3 +292,22 @@ def test_an_answer_that_is_certain_has_finite_odds_and_gradients():
     (gradient,) = torch.autograd.grad(losses.sum(), nats)
     assert losses.isfinite().all()
     assert gradient.isfinite().all()
+
+
+class LabelsOnly(list):
+    @property
+    def is_good(self):
+        return torch.tensor(self)
+
+
+@pytest.mark.parametrize(
+    ("labels", "advice"),
+    [
+        ([True] * 3, "one label: add rows"),
+        ([False] * 3, "one label: add rows"),
+        ([True, True, False], "Set preference."),
+    ],
+)
+def test_no_weight_is_advised_where_all_answers_have_one_label(labels, advice, caplog):
+    objectives._warn_of_imbalance(Config(), LabelsOnly(labels))
+    assert advice in caplog.text
