@@ -82,7 +82,8 @@ def stop_signals_go_to(
     before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler, raise_at_once)
     _StopRequest.raised_at = -_ONE_REQUEST_SECONDS
-    handled = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in signals if before[number] in defaults] if is_main else []
     for number in handled:
         signal.signal(number, handler)
     try:
@@ -175,7 +176,7 @@ def ignore_stop_signals(*, for_good: bool = False) -> Iterator[None]:
     Under a launcher they come twice: from the terminal, and from the launcher, which passes them on. `for_good` ignores
     them after the block too. Otherwise, one in Python's own ending would print a traceback.
     """
-    if not _is_main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -210,7 +211,3 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in every child that this process forks. A system without `fork` has none."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

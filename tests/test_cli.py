@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -260,9 +261,12 @@ def test_only_a_stopped_training_is_told_how_to_resume(words, advises, capsys, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr("finetune.cli.commands.app", stopped)
+    at_exit = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == EXIT_INTERRUPTED
+    assert at_exit == [(signal.signal, signal.SIGINT, signal.SIG_DFL)], "another Ctrl-C would print a traceback"
     told = capsys.readouterr().err
     assert "finetune: stopped." in told
     assert ("resume=auto" in told) == advises

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -98,6 +99,7 @@ def _end(error: BaseException, trains: bool) -> NoReturn:
 
 
 def _say_stopped(what: str, trains: bool) -> None:
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends Python without a traceback
     if is_first_process(os.environ):
         _say(f"{what}. With resume=auto, a run goes on from its last checkpoint." if trains else f"{what}.")
 
