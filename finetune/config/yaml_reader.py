@@ -169,7 +169,7 @@ class _Reading:
 
     def _unfold(self, node: yaml.Node, key: tuple[str, ...], place: yaml.Node) -> list[Setting]:
         """Return one setting per leaf below a node, which begins on the line of `place`; a list is a leaf."""
-        if isinstance(node, yaml.MappingNode) and node.value:
+        if isinstance(node, yaml.MappingNode) and (node.value or not key):
             entries = self._entries(node, key, self._first_lines)
             return [setting for name, below, value in entries for setting in self._unfold(value, below, name)]
         text = node.value if isinstance(node, yaml.ScalarNode) and not node.style else None

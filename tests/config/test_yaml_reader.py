@@ -54,6 +54,11 @@ def test_each_setting_knows_its_line_and_its_text(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("text", ["", "{}", "null", "# nothing\n"])
+def test_a_file_without_a_key_has_no_settings(tmp_path, text):
+    assert read(tmp_path, text) == ({}, [])
+
+
 def test_a_key_below_another_one_may_be_an_empty_text(tmp_path):
     assert read(tmp_path, 'device_map: {"": 0}\n') == ({"device_map.": 0}, [])
 
