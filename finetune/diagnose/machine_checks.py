@@ -161,7 +161,7 @@ def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
 def check_folders(config: Config) -> Iterator[Finding]:
     """Check output_dir, the cache of encoded rows, the files of rows and the model. No file is left behind."""
     yield from _check_output_dir(config)
-    yield check_cache(config.data.cache_dir)
+    yield check_cache(config)
     if config.data.path or config.data.mixture or config.data.train:
         try:
             check_local_rows(config.data)  # an address may need a package that is missing; the hub is not asked
@@ -170,9 +170,12 @@ def check_folders(config: Config) -> Iterator[Finding]:
     yield from _check_model(config)
 
 
-def check_cache(cache_dir: str) -> Finding:
-    """Check that encoded rows can be written and locked in a folder. No file is left behind."""
-    folder = Path(absolute(cache_dir))
+def check_cache(config: Config) -> Finding:
+    """Check that encoded rows can be written and locked in their folder. No file is left behind.
+
+    A run without a cache encodes its rows at every start, so only a strict one is refused.
+    """
+    folder = Path(absolute(config.data.cache_dir))
     place = existing_folder(folder)
     fix = "name a folder on a disk of this machine with data.cache_dir="
     try:
@@ -184,7 +187,10 @@ def check_cache(cache_dir: str) -> Finding:
                     second.forget()
                     return problem(AREA, f"data.cache_dir={folder}: locks have no effect there", fix)
     except OSError as error:
-        return problem(AREA, f"data.cache_dir={folder} cannot be used: {describe_os_error(error)} in {place}", fix)
+        what = f"data.cache_dir={folder} cannot be used: {describe_os_error(error)} in {place}"
+        if config.strict:
+            return problem(AREA, what, fix)
+        return warning(AREA, f"{what}. Every process will encode the rows itself, at every start", fix)
     return ok(AREA, f"data.cache_dir={folder} can be written and locked")
 
 

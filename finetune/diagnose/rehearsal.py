@@ -189,10 +189,11 @@ def _check_folders(rehearsal: Rehearsal, _: Path) -> str:
     config, folder = rehearsal.config, RunFolder(rehearsal.config.output_dir)
     folder.check(config.resume)
     folder.check_writable()
-    cache = check_cache(config.data.cache_dir)
+    cache = check_cache(config)
     if cache.level == "problem":
         raise CheckpointError(f"{cache.what}. Fix: {cache.fix}.")
-    return f"output_dir={folder.path} can be written"
+    can_be_written = f"output_dir={folder.path} can be written"
+    return f"{can_be_written}; warning: {cache.what}" if cache.level == "warning" else can_be_written
 
 
 def _write_stand_in(rehearsal: Rehearsal, _: Path) -> str:

@@ -317,7 +317,6 @@ def test_an_output_dir_that_holds_a_run_is_a_warning(tmp_path):
     ("word", "part"),
     [
         ("output_dir=/proc/run", "output_dir=/proc/run cannot be written"),
-        ("data.cache_dir=/proc/cache", "data.cache_dir=/proc/cache cannot be used"),
         ("data.path=gone.jsonl", "data.path is gone.jsonl, but there is no such file or folder"),
         ("data.path=s3://bucket/rows.jsonl", "a package that is not installed (Install s3fs to access S3)"),
         ("model.path=/gone", "no such folder"),
@@ -327,6 +326,13 @@ def test_an_output_dir_that_holds_a_run_is_a_warning(tmp_path):
 def test_what_cannot_be_read_or_written_is_a_problem(tmp_path, word, part):
     found = [each.what for each in folder_findings(tmp_path, word) if each.level == "problem"]
     assert part in found[0]
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem_for_a_strict_run_alone(tmp_path):
+    """Other runs take a fallback: they encode the rows at every start."""
+    for strict, level in (("false", "warning"), ("true", "problem")):
+        found = only_bad(folder_findings(tmp_path, "data.cache_dir=/proc/cache", f"strict={strict}"))
+        assert (found.level, "data.cache_dir=/proc/cache cannot be used" in found.what) == (level, True)
 
 
 def test_a_model_that_must_be_loaded_from_the_hub_is_found(tmp_path, monkeypatch):
