@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections import defaultdict
 from dataclasses import replace
@@ -24,7 +25,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.training.objective import objective_of
 from finetune.training.optim import trainable_parameters
 from finetune.training.preferences import objectives
-from finetune.training.preferences.losses import GlobalSums, PreferenceLoss, RowNats
+from finetune.training.preferences.losses import NOTHING, GlobalSums, PreferenceLoss, RowNats
 from finetune.training.preferences.microbatches import (
     local_sums,
     put_labelled_together,
@@ -191,6 +192,25 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, way):
     if name == "kto":
         assert figures["kl"] == pytest.approx(metrics["kl"], rel=1e-5)
         assert figures["kl"] > 0
+
+
+def test_losses_of_a_few_rows_are_those_of_the_papers():
+    def sigmoid(value):
+        return 1 / (1 + math.exp(-value))
+
+    def losses(name, nats, num_targets, reference=None, is_good=None, whole=NOTHING):
+        tensors = [None if of is None else torch.tensor(of).double() for of in (nats, reference, num_targets)]
+        return loss_of(name)(RowNats(*tensors, is_good, whole)).losses.tolist()
+
+    # log p per token: -2 of the chosen answer, -3 of the rejected one. ORPO also learns a prompt of 4 nats.
+    assert losses("simpo", [6, 15], [3, 5]) == pytest.approx([-math.log(sigmoid(2.0 * (-2 + 3) - 0.7))])
+    chosen, rejected = (math.log(math.exp(-nats) / (1 - math.exp(-nats))) for nats in (2, 3))
+    of_orpo = losses("orpo", [6, 15, 4], [3, 5, 2], whole=GlobalSums(num_rows=1, num_read=5))
+    assert of_orpo == pytest.approx([(6 + 4) / 5 - 0.3 * math.log(sigmoid(chosen - rejected))])
+    # Against the reference: 1 nat more for the good answer, 2 less for the bad one; KL is 0.5.
+    labels, whole = torch.tensor([True, False]), GlobalSums(num_rows=2, num_good=1, gained=1.0)
+    of_kto = losses("kto", [4, 9], [3, 5], reference=[5, 7], is_good=labels, whole=whole)
+    assert of_kto == pytest.approx([1.5 * (1 - sigmoid(0.4 * (1 - 0.5))), 0.75 * (1 - sigmoid(0.4 * (0.5 + 2)))])
 
 
 @pytest.mark.parametrize("name", SECTIONS)
