@@ -154,6 +154,7 @@ def test_a_file_that_train_refuses_is_not_written(words, said):
 @pytest.mark.parametrize("task", [name for name, _ in dict(list_configs())["task"]])
 def test_train_accepts_the_file_of_each_task(task):
     words = ["reward.functions=length"] if "grpo" in task else []
+    words += ["lora.new_tokens=['<order>']"] if "new_tokens" in task else []
     check_config(loaded(printed(f"task={task}", *words)))
 
 
