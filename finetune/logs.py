@@ -37,7 +37,7 @@ _last_line = 0.0
 """When the log had its last line, by the monotonic clock."""
 _is_main = False
 """The log is configured, and this is rank 0."""
-_is_command = False  # but a script that calls functions of the package
+_is_command = False  # True in a command, False in a script that calls functions of the package
 _log_of_script: tuple[int, bool, list[logging.Handler]] | None = None  # before the log was configured
 
 
