@@ -307,6 +307,16 @@ def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens_ratios():
     assert figures[1] == 1
 
 
+def test_the_divergence_from_the_base_is_added_for_each_token():
+    nats, reference = torch.tensor([[2.0, 1.0], [1.0, 1.5]], dtype=torch.float64)
+    tokens = GroupNats(nats, None, reference, torch.tensor([0, 0]), torch.zeros(1, dtype=torch.float64))
+    divergence = (math.exp(1) - 1 - 1) + (math.exp(-0.5) + 0.5 - 1)
+    by_token, figures = GroupLoss(GrpoSection(beta=0.1), LONGEST)(tokens)
+    assert [float(by_token), float(figures[2])] == pytest.approx([0.1 * divergence, divergence])
+    by_answer, _ = GroupLoss(GrpoSection(beta=0.1, loss_type="grpo"), LONGEST)(tokens)
+    assert float(by_answer) == pytest.approx(0.1 * divergence / 2)
+
+
 def test_tokens_are_divided_by_what_the_loss_type_says():
     found = {name: GroupLoss(GrpoSection(loss_type=name), 100).denominator(8, 50) for name in TYPES}
     assert found == {"dapo": 50, "grpo": 8, "dr_grpo": 800, "bnpo": 50}
