@@ -2,7 +2,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from finetune.config.schema import LoraSection
+from finetune import launch
+from finetune.config.schema import Config, LoraSection
 from finetune.distributed.device import convert_weights
 from finetune.errors import DataError, RunFailedError
 from finetune.inference.decoding import (
@@ -12,9 +13,12 @@ from finetune.inference.decoding import (
     room_for_answer,
     stream_answer,
 )
-from finetune.inference.sampling import Sampling
+from finetune.inference.divergence import compare_answers
+from finetune.inference.sampling import Draw, Sampling
 from finetune.model.lora import add_lora
+from finetune.runs.model_files import LoadedRun
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
+from tests.training.preferences.test_preference_loss import tiny_lora
 
 PROMPTS = [example.input_ids.tolist() for example in tiny_examples(7, shortest=2, longest=9)]
 NO_STOP = [63]
@@ -210,3 +214,26 @@ def test_a_layer_trained_whole_in_fp32_answers_beside_weights_in_16_bits(layer, 
     assert generate(model) == generate(model, batch_size=1)
     with model.disable_adapter():
         assert generate(model) == generate(model, batch_size=1)
+
+
+def test_the_nats_of_a_drawn_token_are_those_before_temperature_and_filters():
+    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 1.0, 1.0]])
+    draw = Draw(Sampling(temperature=0.5, top_k=2), rows=[0, 1])
+    tokens, nats = draw.choose(scores, draw.levels(1))
+    expected = -scores.log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(nats, expected)
+
+
+def test_the_divergence_is_that_of_the_base_from_the_tuned_model_on_the_answer():
+    model = tiny_lora().eval()
+    prompt, answer = [5, 6, 7], [8, 9]
+    config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
+    with launch(config, trains=False) as runtime:
+        (found,) = compare_answers(runtime, LoadedRun(model, None), None, [prompt], [answer])
+    ids = torch.tensor([prompt + answer])
+    with torch.no_grad():
+        tuned = model(input_ids=ids).logits[0, 2:4].double().log_softmax(1)
+        with model.disable_adapter():
+            base = model(input_ids=ids).logits[0, 2:4].double().log_softmax(1)
+    log_p = [float(of.gather(1, ids[0, 3:, None]).mean()) for of in (base, tuned)]
+    assert found == pytest.approx([float((base.exp() * (base - tuned)).sum(1).mean()), *log_p], rel=1e-4)

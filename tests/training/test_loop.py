@@ -93,6 +93,12 @@ def test_the_most_checkpoints_at_once_are_those_kept_the_best_and_the_one_being_
     assert cadence(save_every=1).most_checkpoints(keep=9, has_best=True) == 7, "one for each step"
 
 
+def test_steps_without_a_gradient_are_counted():
+    recorder = Recorder(steps_per_epoch=3)
+    recorder.train = lambda step, _: StepResult(step, 1.0, float(step > 2), 1.0, step, 2 * step)
+    assert run(cadence(), recorder=recorder)[1].num_without_gradient == 2
+
+
 def falling(num_steps=50):
     return {step: 100.0 - step for step in range(1, num_steps)}
 
