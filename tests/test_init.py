@@ -122,6 +122,8 @@ def test_a_file_is_written_where_it_is_named_and_never_over_another():
         done = run_finetune("init", *words, "--file", "other.yaml")
         assert (done.returncode, "init takes no run file, got quickstart." in done.errors) == (2, True)
         assert not Path("other.yaml").exists()
+    done = run_finetune("init", "--file", "mine.txt")
+    assert (done.returncode, "Name it mine.txt.yaml" in done.errors, Path("mine.txt").exists()) == (2, True, False)
     nowhere = run_finetune("init", "--file", "no/folder/mine.yaml")
     assert nowhere.returncode == 2
     assert re.search("--file is no/folder/mine.yaml, but there is no folder .*/no/folder", nowhere.errors)

@@ -346,6 +346,9 @@ def _file_of(folder: str) -> Path:
 def _refuse_existing(file: Path | None) -> None:
     if file is None:
         return
+    if file.suffix not in (".yaml", ".yml"):
+        name = file.with_name(f"{file.name}.yaml")
+        raise ConfigError(f"--file is {file}, but a run file ends in .yaml or .yml. Name it {name}, for example.")
     if file.exists() or file.is_symlink():
         raise ConfigError(f"{file} exists already. Nothing was written; name another file with --file.")
     refuse_unwritable("--file", file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -105,6 +106,12 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
             f"{place} has the columns {show_names(row.value)}: it is one turn. Put the turns of a conversation into "
             "one row, as a list in a column messages."
         )
+    is_whole = examples.source.label.lower().endswith(".json") and len([*islice(examples.source.rows(), 2)]) == 1
+    if is_whole and all(map(_holds_rows, row.value.values())):
+        return (
+            f"{place} has the columns {show_names(row.value)}, and each holds a list of rows. Write the rows of each "
+            "into a file of its own: one list in a .json file, or one row a line in a .jsonl file."
+        )
     if others := settings_among(row.value):
         file = shlex.quote(examples.source.label)
         return (
@@ -133,6 +140,13 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
         f"{place} has the columns {show_names(row.value)}.{wrong} Expected those of one format "
         f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
     )
+
+
+def _holds_rows(value: object) -> bool:
+    """Return whether a cell is a list of objects which are no turns."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(each, Mapping) and {"role", "from", "content", "value"}.isdisjoint(each) for each in value)
 
 
 def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> str:

@@ -42,8 +42,8 @@ _MAX_FILES = 20
 """The most files that a warning names."""
 _SHARE_WITH_TOOLS = 0.1
 """Tools are offered if at least this share of the rows has some."""
-_NO_ROWS = ("log.txt", "merges.txt", "vocab.txt")
-"""Texts in the folders of runs and of models."""
+_MARKS = {"run.json", "config.json", "adapter_config.json"}
+"""Files of rows have other names. These are in the folders of runs and of models."""
 _SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.")
 """In the names of the files of a downloaded data set: `train-00000-of-00002.parquet`."""
 
@@ -464,10 +464,10 @@ def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
         path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file() and path.name[0] != "."
     )
     below = [Path(name).relative_to(folder).as_posix() for name in _matching(f"{escape(str(folder))}/**/*")]
-    if not names and not below and (texts := sorted(set(folder.glob("*.txt")) - {folder / name for name in _NO_ROWS})):
-        from finetune.data.column_advice import describe_suffix
+    if not below or not _MARKS.isdisjoint(names):
+        from finetune.data.folders import refuse_no_rows
 
-        raise DataError(f"data.path is {label}, a folder of texts: {describe_suffix(texts[0], texts[0].name)}")
+        refuse_no_rows(folder, label, names)
     is_data_set = any(map(_SHARD.search, names)) or bool(below and not names)
     if is_data_set:
         from finetune.data.hub import local_files

@@ -10,8 +10,10 @@ from glob import escape
 from pathlib import Path, PurePath
 
 from finetune.config.config_files import SAVED_CONFIG
+from finetune.data.column_advice import describe_suffix
 from finetune.data.readers import suffix_of
 from finetune.data.splits import names_split
+from finetune.errors import DataError
 from finetune.units import counted, name_first
 
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
@@ -20,6 +22,27 @@ _OF_MODELS = ("config.json", "adapter_config.json")
 _DECLARED = re.compile(r"^[\s-]*data_files\s*:", re.MULTILINE)
 _DECLARATIONS = ("README.md", ".huggingface.yaml")
 _MAX_NAMED = 3
+
+
+def refuse_no_rows(folder: Path, label: str, names: Sequence[str]) -> None:
+    """Refuse the folder of a run or of a model, and a folder of texts. `names` are its files that may hold rows.
+
+    Raises:
+        DataError: it is one of these, and no file is named after a split.
+    """
+    if any(map(names_split, names)):
+        return
+    if (folder / SAVED_CONFIG).is_file() and "run.json" in names:
+        raise DataError(
+            f"data.path is {label}, the folder of a run. Name the rows: those of this run are data.* in "
+            f"{label.rstrip('/')}/{SAVED_CONFIG}."
+        )
+    if any((folder / name).is_file() for name in _OF_MODELS) and any(folder.glob("*.safetensors")):
+        raise DataError(
+            f"data.path is {label}, the folder of a model. Name the rows here, and the model in model.path."
+        )
+    if not names and (texts := sorted(folder.glob("*.txt"))):
+        raise DataError(f"data.path is {label}, a folder of texts: {describe_suffix(texts[0], texts[0].name)}")
 
 
 def explain_unread(

@@ -73,6 +73,11 @@ def test_a_datasets_directory_with_and_without_splits(make_section, tmp_path):
         ({"path": "{here}/a.txt"}, "a.txt ends in .txt; expected one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet"),
         ({"path": "{here}/empty"}, "a folder without data files. Expected train.jsonl or train.ndjson or"),
         ({"path": "{here}/texts"}, "a folder of texts: b.txt ends in .txt; expected one of .jsonl"),
+        (
+            {"path": "{here}/run"},
+            "the folder of a run. Name the rows: those of this run are data.* in {here}/run/config",
+        ),
+        ({"path": "{here}/model"}, "the folder of a model. Name the rows here, and the model in model.path"),
         ({"path": "{here}/tests"}, "a folder with a, test, but no train. Name the split to train on"),
         ({"path": "{here}/twice"}, "has both train.csv and train.jsonl. Remove one of them."),
         ({"path": "{here}/broken"}, "cannot be read as a datasets directory"),
@@ -86,6 +91,11 @@ def test_what_is_not_there_is_named(make_section, tmp_path, keys, message):
     (tmp_path / "a.txt").touch()
     for name in (
         "texts/b.txt",
+        "run/config.yaml",
+        "run/run.json",
+        "run/log.txt",
+        "model/config.json",
+        "model/model.safetensors",
         "other/small.jsonl",
         "other/large.jsonl",
         "twice/train.jsonl",

@@ -214,6 +214,14 @@ def test_a_list_in_a_mixture_is_advised_to_be_several_sources_of_it(make_section
         check_local_rows(section, "answers")
 
 
+def test_an_object_of_lists_of_rows_is_not_advised_to_name_its_lists_as_turns(make_section, put):
+    rows = [{"prompt": "q", "completion": "a"}]
+    put({"a.json": json.dumps({"train": rows, "test": rows}).encode()})
+    with pytest.raises(DataError, match="the columns train, test, and each holds a list of rows") as caught:
+        list(load_examples(make_section(path="a.json")).train)
+    assert "data.columns" not in str(caught.value)
+
+
 PARTS = {
     "p/part-9.jsonl": A,
     "p/part-10.jsonl": B,
