@@ -36,13 +36,15 @@ _SAVE_IT = (
 )
 _OF_PEFT = ("base_model.model.", "original_module.", "base_layer.")
 """What PEFT adds to the names of a base's weights."""
+_ROWS_AT_ONCE = 4096
+"""Rows of an embedding that are read at once."""
 
 
 def refuse_other_base(model: Any, section: ModelSection) -> torch.dtype | None:
     """Refuse a model that differs from the files at `model.path`. Return the dtype to which its weights are rounded.
 
-    Compared are the configuration, and the first and the last row of each weight that both have by one name. None:
-    these are not rounded, or the files are not on this machine.
+    Compared are the configuration, and rows of each weight that both have by one name, see `_parts`. None: these are
+    not rounded, or the files are not on this machine.
 
     Raises:
         ModelError: names what differs.
@@ -65,7 +67,7 @@ def refuse_other_base(model: Any, section: ModelSection) -> torch.dtype | None:
         if saved is None or list(saved.get_shape()) != list(weight.shape) or not is_comparable:
             continue
         num_compared += 1
-        for own, other in _ends(weight, saved):
+        for own, other in _parts(weight, saved, len(base.get_input_embeddings().weight)):
             dtypes = (own.dtype, torch.bfloat16, torch.float16)
             dtype = next((each for each in dtypes if torch.equal(other.to(each).to(own.dtype), own)), None)
             if dtype is None:
@@ -118,9 +120,18 @@ def _named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, weight.detach()
 
 
-def _ends(weight: torch.Tensor, saved: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the first and the last row of a weight in memory and on disk, on the CPU."""
-    for is_last in (False, True):
-        places = [slice(size - 1, size) if is_last else slice(0, 1) for size in weight.shape[:-1]]
-        row = (*places, slice(None))
-        yield weight[row].cpu(), saved[row]
+def _parts(weight: torch.Tensor, saved: Any, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield rows of a weight in memory and on disk, on the CPU: all of an embedding, else the first and the last.
+
+    Scripts set single rows of an embedding, for example those of reserved tokens. What else they change, a merge for
+    example, changes all rows.
+    """
+    if weight.dim() > 1 and len(weight) == num_tokens:
+        blocks = range(0, num_tokens, _ROWS_AT_ONCE)
+        places: list[tuple[slice, ...]] = [(slice(start, start + _ROWS_AT_ONCE),) for start in blocks]
+    else:
+        places = [tuple(slice(0, 1) for _ in weight.shape[:-1])]
+        places += [tuple(slice(size - 1, size) for size in weight.shape[:-1])]
+    for place in places:
+        rows = (*place, slice(None))
+        yield weight[rows].cpu(), saved[rows]

@@ -67,6 +67,15 @@ def test_changed_weights_are_refused_by_name(folder):
         refuse_other_base(merged, section)
 
 
+def test_a_changed_row_in_the_middle_of_an_embedding_is_refused(folder):
+    """Scripts set the rows of reserved tokens, of which the last one often stays."""
+    model = load(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] += 1
+    with pytest.raises(ModelError, match=r"other weights than .*: model\.embed_tokens\.weight"):
+        refuse_other_base(model, ModelSection(path=str(folder)))
+
+
 def test_weights_that_cannot_be_compared_are_said(folder, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
     model = load(folder)
