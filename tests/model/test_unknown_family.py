@@ -3,10 +3,10 @@
 import logging
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, StableLmConfig
 
 from finetune.config.schema import ModelSection
-from finetune.engine import decoder
+from finetune.engine import adapted, decoder
 from finetune.engine.supported import unsupported_reason
 from finetune.model import base, unknown_family
 from finetune.model.base import build_base_model
@@ -72,6 +72,16 @@ def test_layer_norms_before_both_parts_are_computed(families, is_parallel):
     assert_same_step(model.train())
 
 
+def test_a_type_with_longrope_is_tried_with_rows_on_both_sides_of_its_boundary(families):
+    """A run never packs them together, and neither may the trial."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **factors}
+    keys = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    keys["rope_parameters"] = {**rope, "original_max_position_embeddings": 64}
+    unknown_family.learn_family(build_tiny(StableLmConfig(**keys, original_max_position_embeddings=64)))
+    assert families["stablelm"].is_computed, families["stablelm"].why_not
+
+
 def test_a_part_of_a_layer_that_the_engine_lacks_is_named(families):
     model = build_base_model(ModelSection(init="random", config={"model_type": "hunyuan_v1_dense", **WIDE_HEADS}))
     expected = "the engine does not know these parts of its layers: self_attn.key_layernorm, self_attn.query_layernorm"
@@ -85,5 +95,6 @@ def test_dropout_that_no_key_announces_is_a_difference(families, monkeypatch):
     monkeypatch.setattr(
         type(model.model.layers[0].mlp), "forward", lambda self, x: own(self, x) * (1.1 if self.training else 1)
     )
+    monkeypatch.setattr(adapted, "_PACKAGES", (*adapted._PACKAGES, "tests."))  # as if transformers had written it
     unknown_family.learn_family(model)
     assert "differs from transformers' forward by" in unsupported_reason(model)
