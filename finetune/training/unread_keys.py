@@ -18,7 +18,7 @@ from finetune.config.schema import as_list
 from finetune.errors import ConfigError, ModelError
 from finetune.model.from_hub import locate, repository_of
 from finetune.terminal import without_passwords
-from finetune.training.checks import sometimes_read
+from finetune.training.loaders import rows_to_test
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -111,6 +111,8 @@ _RULES = (
         "parallel.sharding is none",
     ),
 )
+OF_SPLITS = ("validation.", "checkpoint.best_metric", "testing.", "data.test")
+"""How the keys begin that are about validations or the test phase."""
 _OF_ANSWERS = ("validation.num_samples", "validation.max_new_tokens", "validation.metrics_from")
 """Keys of the answers that validations measure. With rewards, `rollout.*` says how they are generated."""
 _OF_SEVERAL_PROCESSES = ("parallel.backend", "parallel.gradient_sync", "parallel.master_addr", "parallel.master_port")
@@ -181,22 +183,23 @@ def warn_of_unread_keys(
     _warn(config, chosen, unread)
 
 
-def warn_of_missing_splits(config: Config, splits: Any) -> None:
-    """Warn of the keys about validation or test rows in a run that has no such rows."""
-    of_test = "this run has no test rows"
-    if config.objective.compares_answers:
-        of_test = f"training.objective={config.training.objective} has no test phase"
-    missing = {
-        "validation.": ("this run has no validation rows", splits.validation),
-        "checkpoint.best_metric": ("this run has no validation rows", splits.validation),
-        "testing.": (of_test, splits.test),
-        "data.test": (of_test, splits.test),
-    }
-    chosen, unread = sometimes_read(config, tuple(missing)), {}
-    for key in chosen:
-        why, rows = next(found for name, found in missing.items() if key.startswith(name))
-        if rows is None and chosen[key] not in _NOTHING:
-            unread[key] = why
+def warn_of_missing_splits(config: Config, chosen: Mapping[str, object], splits: Any) -> None:
+    """Warn of the keys about validations or the test phase in a run without rows for them.
+
+    `chosen` has the keys of `OF_SPLITS` that are set, and their values.
+    """
+    if not chosen:
+        return
+    has_test = rows_to_test(config, splits) is not None
+    reads_prompts = config.early_stopping.max_forgotten is not None or config.data.keep is not None
+    unread: dict[str, str] = {}
+    for key, value in chosen.items():
+        is_of_test = key.startswith(("testing.", "data.test"))
+        is_read = has_test or (key == "testing.general_prompts" and reads_prompts)
+        if value in _NOTHING or (is_read if is_of_test else splits.validation is not None):
+            continue
+        of_test = "this run has no test phase (`finetune evaluate` reads them)"
+        unread[key] = of_test if is_of_test else "this run has no validation rows"
     _warn(config, chosen, unread)
 
 

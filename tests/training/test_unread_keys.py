@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,15 @@ from finetune.config.keys import fields
 from finetune.config.schema import ModelSection
 from finetune.errors import ConfigError
 from finetune.model.tokens import build_tokenizer
-from finetune.training.checks import SOMETIMES_READ
+from finetune.training.checks import SOMETIMES_READ, sometimes_read
 from finetune.training.setup import check_config
-from finetune.training.unread_keys import _OF_ANSWERS, _OF_SEVERAL_PROCESSES, _RULES, warn_of_missing_splits
+from finetune.training.unread_keys import (
+    _OF_ANSWERS,
+    _OF_SEVERAL_PROCESSES,
+    _RULES,
+    OF_SPLITS,
+    warn_of_missing_splits,
+)
 
 WORDS = ["model=phi_tiny", "data=orders"]
 
@@ -70,30 +77,38 @@ def test_keys_of_rewards_are_named_with_the_key_that_they_need(caplog: pytest.Lo
     assert warnings(caplog, [*words, "rollout.server=http://localhost:8000"]) == [message.replace(of_server, "")]
 
 
+def missing(caplog: pytest.LogCaptureFixture, words: list[str], **splits: object) -> list[str]:
+    caplog.clear()
+    config = load_config([*WORDS, *words])
+    warn_of_missing_splits(config, sometimes_read(config, OF_SPLITS), SimpleNamespace(**splits))
+    return caplog.messages
+
+
 def test_values_that_are_the_defaults_and_keys_of_shipped_files_are_not_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert warnings(caplog, ["training.method=full", "lora.r=16", "training.max_skipped_steps=5"]) == []
-    config = load_config([*WORDS, "task=debug"])
-    warn_of_missing_splits(config, SimpleNamespace(validation=None, test=None))
-    assert caplog.messages == []
+    assert missing(caplog, ["task=debug"], validation=None, test=None) == []
 
 
 def test_keys_about_rows_that_are_not_there_are_named(caplog: pytest.LogCaptureFixture) -> None:
     words = ["validation.validate_every=2", "testing.metrics=exact_match", "testing.num_samples=0"]
-    config = load_config([*WORDS, *words])
-    warn_of_missing_splits(config, SimpleNamespace(validation=None, test=None))
-    assert caplog.messages == [
+    assert missing(caplog, words, validation=None, test=None) == [
         "set, but without effect in this run: validation.validate_every=2 (overrides), because this run has no "
-        'validation rows; testing.metrics=["exact_match"] (overrides), because this run has no test rows'
+        'validation rows; testing.metrics=["exact_match"] (overrides), because this run has no test phase (`finetune '
+        "evaluate` reads them)"
     ]
-    caplog.clear()
-    warn_of_missing_splits(config, SimpleNamespace(validation=[], test=[]))
-    assert caplog.messages == []
-    config = load_config([*WORDS, "task=finetune_preferences", "data.test=test.jsonl"])
-    warn_of_missing_splits(config, SimpleNamespace(validation=[], test=None))
-    [message] = caplog.messages
-    assert message.endswith("data.test=test.jsonl (overrides), because training.objective=dpo has no test phase")
+    assert missing(caplog, words, validation=[], test=[]) == []
+    [message] = missing(caplog, ["task=dpo", "data.test=test.jsonl"], validation=[], test=None)
+    assert "data.test=test.jsonl (overrides), because this run has no test phase" in message
+
+
+def test_rows_that_are_held_out_by_default_are_those_of_the_test_phase(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    words = [f"data.path={tmp_path / 'rows.jsonl'}", "testing.metrics=exact_match"]
+    assert missing(caplog, words, validation=[], test=None) == []
 
 
 def test_a_chat_template_beside_the_own_one_of_a_tokenizer_is_named(caplog: pytest.LogCaptureFixture) -> None:
