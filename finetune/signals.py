@@ -79,18 +79,15 @@ def stop_signals_go_to(
     handler: Callable[[int, FrameType | None], object], signals: Sequence[signal.Signals] = STOP_SIGNALS
 ) -> Iterator[None]:
     """Within the block, handle the signals that the program does not handle itself. In the main thread only."""
-    before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler, raise_at_once)
     _StopRequest.raised_at = -_ONE_REQUEST_SECONDS
     is_main = threading.current_thread() is threading.main_thread()
-    handled = [number for number in signals if before[number] in defaults] if is_main else []
-    for number in handled:
-        signal.signal(number, handler)
+    before = {each: signal.signal(each, handler) for each in signals if is_main and signal.getsignal(each) in defaults}
     try:
         yield
     finally:
-        for number in handled:
-            signal.signal(number, before[number])
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def received_stop_signal() -> signal.Signals | None:
@@ -163,8 +160,14 @@ def end_with_parent(number: signal.Signals) -> None:
 
 def raise_at_once(number: int, frame: FrameType | None) -> None:
     """End the command, and let it remove its temporary files. A second signal of one request changes nothing."""
-    now = time.monotonic()
-    if number == signal.SIGINT or now - _StopRequest.raised_at > _ONE_REQUEST_SECONDS:
+    outer, now = frame, time.monotonic()
+    while outer is not None and outer.f_code.co_name != "__del__":
+        outer = outer.f_back
+    if outer is not None:  # Python drops what `__del__` raises: send the signal again, after the time of one request
+        again = threading.Timer(_ONE_REQUEST_SECONDS + 0.1, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+    elif number == signal.SIGINT or now - _StopRequest.raised_at > _ONE_REQUEST_SECONDS:
         _StopRequest.raised_at = now
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
@@ -179,9 +182,7 @@ def ignore_stop_signals(*, for_good: bool = False) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in before:
-        signal.signal(number, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         yield
     finally:
