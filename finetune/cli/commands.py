@@ -154,11 +154,6 @@ Overrides = Annotated[
 ]
 
 
-def _with_dashes(name: str) -> str:
-    """Let `--max_new_tokens` name the option `--max-new-tokens`."""
-    return name.replace("_", "-") if name.startswith("--") else name
-
-
 class _Commands(TyperGroup):
     """Commands of the table, with a suggestion for the names of other tools."""
 
@@ -195,6 +190,13 @@ class _Commands(TyperGroup):
 
 class _Command(TyperCommand):
     """A command whose function may return an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Let `--max_new_tokens` name the option `--max-new-tokens`."""
+        options = [name for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)]
+        own = {name.replace("-", "_"): name for name in options if name.startswith("--")}
+        parts = [argument.partition("=") for argument in args]
+        return super().parse_args(ctx, [own.get(name.replace("-", "_"), name) + "".join(rest) for name, *rest in parts])
 
     def invoke(self, ctx: Any) -> None:
         """Call the function, and exit with its code. Stop signals raise in it, so that it removes temporary files."""
@@ -250,7 +252,7 @@ def _list_only() -> None:
 app = typer.Typer(
     name="finetune",
     cls=_Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _with_dashes},
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Fine-tune Phi models with LoRA: one loss curve under every launcher, and nothing goes wrong in silence.",
     no_args_is_help=True,
     add_completion=True,
@@ -286,11 +288,9 @@ def help_command(
     """Print what a name means, or where a word is used."""
     from finetune.cli.help import explain_topic, refuse_near_topic, search
 
-    words = words or []
-    if explain_topic(words):
+    if explain_topic(words := words or []):
         return
-    commands: Any = typer.main.get_command(app)
-    names = list(commands.commands)
+    names = [row.name for row in COMMANDS if " " not in row.name]
     if " ".join(words) in ("", *_MEANT, *(row.name for row in COMMANDS)) or not search(words):
         refuse_near_topic([word for word in words if word not in _MEANT], names)
         app([*words, "--help"], prog_name="finetune")

@@ -157,6 +157,10 @@ def test_json_of_another_tool_is_no_file_of_rows(tmp_path, monkeypatch, file, is
         ("config show --lora.target-modules q k v", 2, ["in brackets: 'lora.target_modules=[q,k,v]'."]),
         ("config show lora.layers=[30, 31]", 2, ["in brackets: 'lora.layers=[30,31]'."]),
         ("plan --devise 4090 --model phi_tiny", 2, ["--devise", "--device"]),
+        ("generate nosuch Hi --max_new_tokens 0", 2, ["Invalid value for '--max-new-tokens'"]),
+        ("generate nosuch Hi --top_k=0", 2, ["Invalid value for '--top-k'"]),
+        ("export gguf nosuch --type q", 2, ["'q4_k_m'"]),
+        ("report no_such --no_data", 2, ["no_such is not the folder of a run"]),
     ],
 )
 def test_help_and_refusals(arguments, code, parts):
