@@ -80,8 +80,8 @@ class ServedByTransformers:
         return answer
 
 
-def load_transformers(folder: Path) -> ServedModel:
-    """Load a model folder with transformers.
+def load_transformers(folder: Path, tokenizer: Any = None) -> ServedModel:
+    """Load a model folder with transformers. A checkpoint has no tokenizer, so `tokenizer` is used there.
 
     Raises:
         ConfigError: it is compressed, and compressed-tensors is not installed.
@@ -92,12 +92,12 @@ def load_transformers(folder: Path) -> ServedModel:
     if scheme_of(folder) is not None:
         refuse_no_compressed_tensors()
     with _failing_as_one_error(folder):
-        model, tokenizer = _load(folder, folder)
+        model, tokenizer = _load(folder, tokenizer or folder)
     return ServedByTransformers(model, tokenizer, _stop_ids(model.generation_config), _name_and_version(transformers))
 
 
-def load_peft(folder: Path, base: str | None = None, revision: str | None = None) -> ServedModel:
-    """Load an adapter with PEFT, on its base.
+def load_peft(folder: Path, base: str | None = None, revision: str | None = None, tokenizer: Any = None) -> ServedModel:
+    """Load an adapter with PEFT, on its base. A checkpoint has no tokenizer, so `tokenizer` is used there.
 
     `base` is a folder or hub id, at a commit, tag or branch; None: the base and the revision that the adapter names.
 
@@ -112,7 +112,7 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
         if base is None:
             base, revision = str(config.get("base_model_name_or_path")), config.get("revision")
         revision = revision or "main"
-        model, tokenizer = _load(base, folder, revision)
+        model, tokenizer = _load(base, tokenizer or folder, revision)
         refuse_foreign_adapter(model, folder)
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -168,16 +168,20 @@ def runtime_of(folder: Path) -> ServingRuntime:
     )
 
 
-def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "main") -> tuple[Any, Any]:
+def _load(model_folder: Path | str, tokenizer: Any, revision: str = "main") -> tuple[Any, Any]:
+    """Load a model, and its tokenizer if `tokenizer` is a folder."""
     from transformers import AutoTokenizer
 
-    for folder in (model_folder, tokenizer_folder):  # a folder that is to be verified is not trusted
-        refuse_oversized_folder(folder)
+    for folder in (model_folder, tokenizer):  # a folder that is to be verified is not trusted
+        if isinstance(folder, str | Path):
+            refuse_oversized_folder(folder)
     if scheme_of(Path(model_folder)) is not None:
         model = load_compressed(Path(model_folder))
     else:
         model = load_plain_model(model_folder, revision=revision, dtype="auto")
-    return model, AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True, trust_remote_code=False)
+    if isinstance(tokenizer, Path):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
+    return model, tokenizer
 
 
 @contextmanager

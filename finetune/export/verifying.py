@@ -140,12 +140,16 @@ def verify_run(
 
 def load_served(run: FinishedRun, known: Vectors, vllm: InVllm | None = None) -> AbstractContextManager[ServedModel]:
     """Load a run's weights in plain PEFT or transformers, or in vLLM, which is asked for the prompts of `known`."""
+    is_checkpoint = vllm is None and run.weights != run.recorded.folder.adapter
+    tokenizer = build_run_tokenizer(run.config) if is_checkpoint else None
+    if run.is_full and tokenizer is not None:
+        return nullcontext(load_transformers(run.weights, tokenizer))
     if run.is_full:
         return _load(run.weights, runtime_of(run.weights), known, vllm)
     base_model, revision = locate_model(run.config.model), run.config.model.revision
     if vllm is not None:
         return served_by_vllm(run.weights, known, vllm, base=base_model, revision=revision)
-    return nullcontext(load_peft(run.weights, base_model, revision))
+    return nullcontext(load_peft(run.weights, base_model, revision, tokenizer))
 
 
 def vectors_of_run(run: FinishedRun) -> Vectors:

@@ -258,6 +258,18 @@ def test_an_adapter_without_all_stop_ids_is_told_so(tmp_path):
     assert "it stops at [320], expected [320, 321]" in done.errors
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_checkpoint_is_verified_with_the_tokenizer_of_its_run(method, made, tmp_path):
+    """A checkpoint has no tokenizer of its own."""
+    run = made.run
+    if method == "full":
+        run_finetune("train", *words_to_train(tmp_path, "training.max_steps=2", "training.method=full"), code=0)
+        run = tmp_path / "run"
+    done = run_finetune("verify", run, "--checkpoint", "latest", "--out", tmp_path / "certificate.json", code=0)
+    assert "conversations as text and tokens" in done.stdout
+
+
 @pytest.mark.parametrize(("given", "loaded"), [([], "owner/base at v1"), (["other/base", "v2"], "other/base at v2")])
 def test_an_adapter_is_loaded_on_the_revision_of_its_base(tmp_path, monkeypatch, given, loaded):
     def refuse(name, *, revision, **_):
