@@ -98,13 +98,12 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, na
     before = _forms_of(model) if is_compared else None
     modes = [(module, module.training) for module in model.modules()] if callbacks else []
     for callback in callbacks:
-        method = getattr(callback, name)
         if error is not None:
-            continue
+            break
         where = f"{type(callback).__name__}.{name}"
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores what the callback leaves behind
-                answer = method(result)
+                answer = getattr(callback, name)(result)
         except Terminated:
             raise
         except (Exception, SystemExit) as raised:  # it is the user's own code
