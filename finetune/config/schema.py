@@ -364,9 +364,11 @@ class DataSection(Section):
             if address in (None, untrusted):
                 raise ConfigError(message)
 
-    @field_validator("train", "validation", "test", "keep", mode="before")
+    @field_validator("train", "validation", "test", "keep", "columns", mode="before")
     @classmethod
     def _read_number_as_text(cls, value: object) -> object:
+        if isinstance(value, dict):  # a table without names of its own has the columns 0, 1, …
+            return {key: cls._read_number_as_text(name) for key, name in value.items()}
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     @field_validator("template_date")

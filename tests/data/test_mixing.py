@@ -94,6 +94,8 @@ def test_a_source_that_cannot_be_is_a_config_error(source, problem):
 
 
 def test_a_mixture_in_words_or_a_dict_takes_the_place_of_a_path():
+    named = compose(["model=phi_tiny", "data=orders", "data.columns.prompt=0", "data.columns.completion=1"])
+    assert named.data.columns == {"prompt": "0", "completion": "1"}
     config = compose(["model=phi_tiny", "data.mixture=[{path: a.jsonl, weight: 0.5}, {path: b.jsonl}]"])
     assert config.data.mixture == [{"path": "a.jsonl", "weight": 0.5}, {"path": "b.jsonl"}]
     from_dict = config_from_dict({"model": "phi_tiny", "data": {"mixture": config.data.mixture}}, "here")
