@@ -17,7 +17,6 @@ from finetune.training.optim import trainable_parameters
 
 if TYPE_CHECKING:
     from finetune.engine.loss import LossFunction
-    from finetune.training.objective import Setup
 
 
 def why_not_finite(runtime: Runtime, loss: float, *, own_loss: float, grad_norm: float) -> str:
@@ -51,7 +50,7 @@ def refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, cause: str) 
         )
 
 
-def name_broken_rows(setup: Setup, loader: Any, compute: LossFunction, step: int) -> str:
+def name_broken_rows(setup: Any, loader: Any, compute: LossFunction, step: int) -> str:
     """Name rows of a step whose loss is not finite, computed row by row. Collective.
 
     A micro-batch cannot tell, because one row can make the losses of all its rows NaN. At most one row of each rank is
