@@ -180,6 +180,7 @@ def evaluate_command(
         "--fail-if-worse",
         because="--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each.",
     )
+    rules.need("--metrics-from", "--metric")
     if harness is not None:
         require_harness()
     log_as_this_rank()

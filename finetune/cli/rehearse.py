@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def rehearse_from_overrides(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to take.", min=1)] = 6,  # three saves, a kill after one
-    minutes: Annotated[float, typer.Option(help="End a stage that runs so many minutes after the start.", min=0)] = 15,
+    minutes: Annotated[
+        float, typer.Option(help="End a stage that runs so many minutes after the start.", min=0.01)
+    ] = 15,
     processes: Annotated[
         int | None, typer.Option(help="Processes of the real launch. Default: as the OVERRIDES say.", min=1)
     ] = None,

@@ -160,6 +160,7 @@ def test_json_of_another_tool_is_no_file_of_rows(tmp_path, monkeypatch, file, is
         ("generate nosuch Hi --max_new_tokens 0", 2, ["Invalid value for '--max-new-tokens'"]),
         ("generate nosuch Hi --top_k=0", 2, ["Invalid value for '--top-k'"]),
         ("export gguf nosuch --type q", 2, ["'q4_k_m'"]),
+        ("rehearse model=phi_tiny data=orders --minutes 0", 2, ["Invalid value for '--minutes'"]),
         ("report no_such --no_data", 2, ["no_such is not the folder of a run"]),
     ],
 )

@@ -293,6 +293,7 @@ def test_figures_are_shown_also_where_they_cannot_be_written(capsys, adapter_run
     [
         ({"harness": "a", "metric": ["token_f1"]}, "cannot be given together: --harness measures its own tasks"),
         ({"harness_tasks": Path("tasks")}, "--harness-tasks needs --harness"),
+        ({"metrics_from": ["no_such_module"]}, "--metrics-from needs --metric"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(tmp_path, options, reason):
