@@ -48,7 +48,7 @@ OutArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[OUT]",
-        help="The folder to write. It must not exist, or be empty. Default: beside the run: runs/a-merged, runs/a-gguf …",
+        help="The folder to write. It must not exist, or be empty. Default: beside the run: runs/a-merged, runs/a-gguf",
     ),
 ]
 SourceArgument = Annotated[
