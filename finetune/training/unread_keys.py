@@ -16,9 +16,7 @@ from finetune.config.config_files import is_address, shipped_folder
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import as_list
 from finetune.errors import ConfigError, ModelError
-from finetune.model.from_hub import locate, repository_of
 from finetune.terminal import without_passwords
-from finetune.training.loaders import rows_to_test
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -49,6 +47,8 @@ def _is_packed(config: Config) -> bool:
 
 
 def _has_model_at_hub(config: Config) -> bool:
+    from finetune.model.from_hub import locate, repository_of  # imports torch, which `finetune init` does without
+
     paths = [None if config.model.config is not None else config.model.path, config.model.tokenizer]
     with suppress(ModelError):
         return any(path is not None and repository_of(locate(path, "model.path"), None) for path in paths)
@@ -190,6 +190,8 @@ def warn_of_missing_splits(config: Config, chosen: Mapping[str, object], splits:
     """
     if not chosen:
         return
+    from finetune.training.loaders import rows_to_test  # imports torch
+
     has_test = rows_to_test(config, splits) is not None
     reads_prompts = config.early_stopping.max_forgotten is not None or config.data.keep is not None
     unread: dict[str, str] = {}

@@ -523,9 +523,10 @@ def test_rounded_weights_are_a_fallback_unless_the_run_rounds_them_alike(tmp_pat
     fallbacks = Fallbacks()
     check_given_base(model, lora, "bf16", fallbacks)
     assert not list(fallbacks)
-    check_given_base(model, lora, "fp32", fallbacks)
-    check_given_base(model, full, "bf16", fallbacks)
-    assert [taken.used for taken in fallbacks] == ["these weights, rounded to bfloat16"] * 2
+    for config, precision in ((lora, "fp32"), (full, "bf16")):
+        fallbacks = Fallbacks()
+        check_given_base(model, config, precision, fallbacks)
+        assert [taken.used for taken in fallbacks] == ["these weights, rounded to bfloat16"]
     with pytest.raises(ConfigError, match="The run is strict"):
         check_given_base(model, lora, "fp32", Fallbacks(strict=True))
 
