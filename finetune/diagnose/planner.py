@@ -41,7 +41,7 @@ from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
-from finetune.training.checks import check_fit
+from finetune.training.checks import check_fit, sometimes_read
 from finetune.training.forward import Computation, wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose
@@ -69,6 +69,7 @@ from finetune.training.objective import encode_for_objective
 from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.setup import check_config
+from finetune.training.unread_keys import OF_SPLITS, describe_missing_splits, describe_unread_keys
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ class Planner:
     def __init__(self, config: Config, device: Device) -> None:
         self._device = device
         self.findings: list[Finding] = []
-        self._objective = check_config(config).objective
+        checked = check_config(config)
+        self._objective = checked.objective
         self.precision = choose_precision(config.training.precision, best=device.precision)
         here = torch.device(device.type) if device.is_here else None
         why_not = (
@@ -165,6 +167,7 @@ class Planner:
         self._replays = wants_replays(config.training, device.type) and why_not_replayed(self.model) is None
         self._prompts: list[list[int]] | None = None
         self._splits = self._encode()
+        self._name_unread_keys(has_metrics=bool(checked.metrics))
         self._answers: AssumedAnswers | None = None
         if config.objective.generates_answers:
             size = global_batch_size(config, self._world_size)
@@ -198,6 +201,17 @@ class Planner:
         if self._need is None:
             message = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
             self.findings.append(warning("Memory", message, "leave room for it"))
+
+    def _name_unread_keys(self, *, has_metrics: bool) -> None:
+        """Add findings of the keys that the run does not read. How it will be launched may not be known here."""
+        config, parallel = self._config, self._config.parallel
+        world_size = parallel.world_size or parallel.num_processes
+        chosen = sometimes_read(config)
+        keys = [describe_unread_keys(config, chosen, has_metrics=has_metrics, world_size=world_size)]
+        if self._splits is not None:
+            keys.append(describe_missing_splits(config, sometimes_read(config, OF_SPLITS), self._splits))
+        fix = "remove them, or set what they need"
+        self.findings += [warning("Keys", sentence, fix) for sentence in keys if sentence]
 
     def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None.

@@ -165,7 +165,24 @@ def _refuse_no_reference(config: Config) -> None:
 def warn_of_unread_keys(
     config: Config, chosen: Mapping[str, object], *, has_metrics: bool, world_size: int | None
 ) -> None:
-    """Warn of the keys that have no effect in this run, all in one line.
+    """Log `describe_unread_keys`."""
+    _warn(describe_unread_keys(config, chosen, has_metrics=has_metrics, world_size=world_size))
+
+
+def warn_of_missing_splits(config: Config, chosen: Mapping[str, object], splits: Any) -> None:
+    """Log `describe_missing_splits`."""
+    _warn(describe_missing_splits(config, chosen, splits))
+
+
+def _warn(keys: str) -> None:
+    if keys:
+        _log.warning("%s", keys)
+
+
+def describe_unread_keys(
+    config: Config, chosen: Mapping[str, object], *, has_metrics: bool, world_size: int | None
+) -> str:
+    """Name the keys that have no effect in this run, all in one line. Empty if all have.
 
     `chosen` has the keys that are set, and their values. `has_metrics` says whether validations measure generated
     answers. `world_size` is None if the launch is not known.
@@ -180,16 +197,16 @@ def warn_of_unread_keys(
             why = "one process trains alone"
         if why:
             unread[key] = why
-    _warn(config, chosen, unread)
+    return _describe(config, chosen, unread)
 
 
-def warn_of_missing_splits(config: Config, chosen: Mapping[str, object], splits: Any) -> None:
-    """Warn of the keys about validations or the test phase in a run without rows for them.
+def describe_missing_splits(config: Config, chosen: Mapping[str, object], splits: Any) -> str:
+    """Name the keys about validations or the test phase in a run without rows for them. Empty if there are none.
 
     `chosen` has the keys of `OF_SPLITS` that are set, and their values.
     """
     if not chosen:
-        return
+        return ""
     from finetune.training.loaders import rows_to_test  # imports torch
 
     has_test = rows_to_test(config, splits) is not None
@@ -202,19 +219,18 @@ def warn_of_missing_splits(config: Config, chosen: Mapping[str, object], splits:
             continue
         of_test = "this run has no test phase (`finetune evaluate` reads them)"
         unread[key] = of_test if is_of_test else "this run has no validation rows"
-    _warn(config, chosen, unread)
+    return _describe(config, chosen, unread)
 
 
-def _warn(config: Config, chosen: Mapping[str, object], unread: Mapping[str, str]) -> None:
-    """Warn of keys, by reason. A shipped file sets keys for many kinds of runs, so its keys are left out."""
+def _describe(config: Config, chosen: Mapping[str, object], unread: Mapping[str, str]) -> str:
+    """Name keys, by reason. A shipped file sets keys for many kinds of runs, so its keys are left out."""
     by_reason: dict[str, list[str]] = {}
     for key, why in unread.items():
         origin = config.origin(key)
         if not origin.startswith("shipped ") and not Path(origin).absolute().is_relative_to(shipped_folder("configs")):
             by_reason.setdefault(why, []).append(f"{key}={_shown(chosen[key])} ({origin})")
-    if by_reason:
-        reasons = "; ".join(f"{', '.join(keys)}, because {why}" for why, keys in by_reason.items())
-        _log.warning("set, but without effect in this run: %s", reasons)
+    reasons = "; ".join(f"{', '.join(keys)}, because {why}" for why, keys in by_reason.items())
+    return f"set, but without effect in this run: {reasons}" if reasons else ""
 
 
 def _shown(value: Any) -> str:

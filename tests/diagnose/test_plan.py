@@ -58,6 +58,16 @@ def words(inputs, tmp_path):
     ]
 
 
+def test_keys_without_effect_are_a_warning(words):
+    """There are no test rows, and it may be launched with any number of processes."""
+    more = ["training.max_skipped_steps=9", "testing.max_new_tokens=9", "parallel.backend=gloo"]
+    plan = make_plan(load_config([*words, *more]), find_device("cpu"))
+    found = [each.what for each in plan.findings if each.area == "Keys"]
+    first = "training.max_skipped_steps=9 (overrides), because training.on_nonfinite is stop"
+    second = "testing.max_new_tokens=9 (overrides), because this run has no test phase (`finetune evaluate` reads them)"
+    assert found == [f"set, but without effect in this run: {each}" for each in (first, second)]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("more", [["training.global_batch_size=8"], ["training.kernels=reference"]])
 def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
