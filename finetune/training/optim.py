@@ -205,7 +205,7 @@ def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
     """Warn if the warm-up takes more than all steps, so that the peak learning rate is never reached."""
     if section.warmup_steps > num_steps:
         _log.warning(
-            "optim.warmup_steps is %d and the run has %d steps: the learning rate never reaches %g",
+            "optim.warmup_steps is %d, more than the steps of the run (%d): the learning rate never reaches %g",
             section.warmup_steps,
             num_steps,
             section.learning_rate,
