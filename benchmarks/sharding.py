@@ -95,7 +95,7 @@ def measure(
     """
     words = [
         f"task=finetune_{method}",
-        *(f"model.path={base}", f"data.path={base}", f"output_dir={folder / 'run'}", "training.device=cpu"),
+        *(f"model.path={base}", "data.path=shipped:orders", f"output_dir={folder / 'run'}", "training.device=cpu"),
         *("lora.r=8", f"lora.target_modules={json.dumps(SIZES[size].lora_targets)}", "training.precision=fp32"),
         *(f"training.global_batch_size={_ROWS_OF_A_STEP}", "training.batch_size=2", f"training.max_steps={_STEPS}"),
         *(f"parallel.sharding={sharding}", *more),

@@ -22,7 +22,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     from finetune.data.encoded import EncodedExamples, EncodedSplits
 
     # A run wants the data's path; the rows are handed over as they are.
-    config = load_config([*words(order), f"data.path={order.base}", *order.words], task="finetune_lora")
+    config = load_config([*words(order), "data.path=shipped:orders", *order.words], task="finetune_lora")
     with launch(config) as runtime:
         clock.watch()
         tokenizer = build_tokenizer(config.model)

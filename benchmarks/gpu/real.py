@@ -149,7 +149,7 @@ def train(session: Session, *, precision: Precision) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         base = str(_kept_base())
         order = Order(engine="ours", words=_WORDS[precision], job=job, base=base, folder=folder)
-        config = load_config([*ours.words(order), f"data.path={base}", *order.words], task="finetune_lora")
+        config = load_config([*ours.words(order), "data.path=shipped:orders", *order.words], task="finetune_lora")
         with launch(config) as runtime:
             model = add_lora(ours.base_model(order, config, runtime.device), config.lora)
             encoded = EncodedExamples.from_rows(seen, end_id=_END_ID, row_type="messages")

@@ -65,7 +65,7 @@ def train(session: Session, *, generates: bool, words: Sequence[str] = ()) -> di
         write_base_without_weights(job, folder / "base")
         order = Order(
             engine="ours",
-            words=(*_words(sizes, folder / "base"), *words),
+            words=(*_words(sizes), *words),
             job=job,
             base=str(folder / "base"),
             folder=str(folder),
@@ -138,9 +138,14 @@ def sample(session: Session, *, by: Literal["engine", "graph", "transformers"], 
     }
 
 
-def _words(sizes: _Sizes, base: Path) -> tuple[str, ...]:
+def _words(sizes: _Sizes) -> tuple[str, ...]:
     return (
-        *("training.objective=grpo", "reward.functions=length", f"data.path={base}", f"data.max_length={sizes.tokens}"),
+        *(
+            "training.objective=grpo",
+            "reward.functions=length",
+            "data.path=shipped:orders",
+            f"data.max_length={sizes.tokens}",
+        ),
         *(f"rollout.num_generations={sizes.answers}", f"rollout.max_completion_length={sizes.tokens}"),
         f"training.global_batch_size={sizes.prompts}",
     )

@@ -179,7 +179,7 @@ def test_a_signal_ends_a_run_whose_rows_drip(server, tmp_path):
     words = ("model=phi_tiny", f"data.path={server.url}/rows.jsonl", f"output_dir={tmp_path}/run")
     words += (f"data.cache_dir={tmp_path}/cache",)
     process = start_command([sys.executable, "-m", "finetune", "train", *words])
-    wait_until(lambda: process.poll() is not None or any((tmp_path / "cache").glob("*")), "the copy")
+    wait_until(lambda: process.poll() is not None or any((tmp_path / "cache").glob("*.*")), "the copy")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=GENEROUS_SECONDS)
     assert process.returncode == 75, output

@@ -139,7 +139,8 @@ def test_a_phase_that_takes_more_than_training_decides_what_fits(words):
     plan = make_plan(config, roomy)
     found = plan.evaluating["testing"]
     assert (plan.phase, found.generating) == (("testing, loss", found.peak.total), None)
-    (told,) = make_plan(config, replace(roomy, memory=plan.needed - 1)).findings
+    unread, told = make_plan(config, replace(roomy, memory=plan.needed - 1)).findings
+    assert "validation.max_new_tokens=600 (overrides), because validations have no metrics" in unread.what
     assert told.what.startswith("the loss of 11 rows at once in testing takes ")
     assert told.fix.startswith("a lower testing.batch_size (it is 11); or ")
 
