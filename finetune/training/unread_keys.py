@@ -61,11 +61,17 @@ def _has_rows_at_hub(config: Config) -> bool:
     return bool(config.data.mixture) or not is_local
 
 
+def _may_have_subsets(config: Config) -> bool:
+    """Whether the rows are at the hub, or in a folder, which may be that of a downloaded data set."""
+    return _has_rows_at_hub(config) or any(Path(path).is_dir() for path in as_list(config.data.path))
+
+
 _RULES = (
     _Rule(("lora.",), lambda config: config.training.method == "lora", "training.method is full"),
     _Rule(("model.revision",), _has_model_at_hub, "neither the model nor its tokenizer is a hub id"),
     _Rule(("model.fp8_layers",), lambda config: config.model.frozen_precision == "fp8", "frozen_precision is not fp8"),
-    _Rule(("data.name", "data.revision"), _has_rows_at_hub, "data.path is not a hub id"),
+    _Rule(("data.name",), _may_have_subsets, "data.path is neither a hub id nor a folder"),
+    _Rule(("data.revision",), _has_rows_at_hub, "data.path is not a hub id"),
     _Rule(
         ("grpo.epsilon", "grpo.importance_sampling_level"),
         lambda config: config.grpo.num_iterations > 1,

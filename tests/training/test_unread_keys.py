@@ -41,6 +41,7 @@ def warnings(caplog: pytest.LogCaptureFixture, words: list[str]) -> list[str]:
         ("model.revision=main", "model.path=org/model"),
         ("model.fp8_layers=upper_half", "model.frozen_precision=fp8 training.precision=bf16"),
         ("data.name=main", "data.path=org/rows"),
+        ("data.name=main", f"data.path={Path(__file__).parent}"),
         ("data.revision=main", "data.path=org/rows"),
         ("training.max_skipped_steps=9", "training.on_nonfinite=skip"),
         ("training.packing=false", "training.kernels=auto"),
