@@ -74,7 +74,7 @@ _RULES = (
     _Rule(("data.revision",), _has_rows_at_hub, "data.path is not a hub id"),
     _Rule(
         ("grpo.epsilon", "grpo.importance_sampling_level"),
-        lambda config: config.grpo.num_iterations > 1,
+        lambda config: config.grpo.num_iterations > 1 or config.rollout.server is not None,
         "grpo.num_iterations is 1, so no ratio changes",
     ),
     _Rule(("data.keep_prompts",), lambda config: config.data.keep is not None, "data.keep is null"),
