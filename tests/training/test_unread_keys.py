@@ -69,13 +69,15 @@ def test_keys_of_rewards_are_named_with_the_key_that_they_need(caplog: pytest.Lo
     words = ["task=finetune_grpo", "reward.functions=length", "rollout.max_turns=2", "rollout.max_difference=0.1"]
     words += ["grpo.epsilon_high=0.3", "validation.num_samples=4"]
     [message] = warnings(caplog, words)
-    of_server = "rollout.max_difference=0.1 (overrides), because rollout.server is null; "
+    without_server = (
+        "grpo.epsilon_high=0.3 (overrides), because grpo.num_iterations is 1, so no ratio changes; "
+        "rollout.max_difference=0.1 (overrides), because rollout.server is null; "
+    )
     assert message == (
-        "set, but without effect in this run: grpo.epsilon_high=0.3 (overrides), because grpo.num_iterations is 1, "
-        f"so no ratio changes; {of_server}"
+        f"set, but without effect in this run: {without_server}"
         "rollout.max_turns=2 (overrides), because rollout.tools and rollout.environment are empty"
     )
-    assert warnings(caplog, [*words, "rollout.server=http://localhost:8000"]) == [message.replace(of_server, "")]
+    assert warnings(caplog, [*words, "rollout.server=http://localhost:8000"]) == [message.replace(without_server, "")]
 
 
 def missing(caplog: pytest.LogCaptureFixture, words: list[str], **splits: object) -> list[str]:
