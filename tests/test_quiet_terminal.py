@@ -185,7 +185,7 @@ def test_training_shows_what_and_on_what_then_the_view_then_the_result(here):
     assert lines[-1].split() == ["run", folder]
     for part in ("4/4 · epoch 2", "tokens/s", "Test split, 4 rows", f"Written to {folder}:", "Next: finetune generate"):
         assert part in done.words
-    assert "warning: optim.warmup_steps is 9 and the run has 4 steps" in done.words
+    assert "warning: optim.warmup_steps is 9, more than the steps of the run (4)" in done.words
     log = Path(folder, "log.txt").read_text()
     for line in ("[RANK 0]", "launcher none, device cpu", "WARNING finetune.training.optim: optim.warmup_steps is 9"):
         assert line in log, "the log has all that the terminal does without"
