@@ -286,7 +286,7 @@ def _read_limits(options: Sequence[str], known: Sequence[str]) -> dict[str, floa
 
 
 def _choose_rows(run: FinishedRun, split: Split | None, metrics: Sequence[str], suites: Sequence[str]) -> Split | None:
-    """Return the split that is asked for, or "none" if only suites are, of a run whose rows have several answers.
+    """Return the split to measure: "none" if only suites are asked for, and the rows of the run have several answers.
 
     `metrics` are those that the command names.
 

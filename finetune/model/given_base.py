@@ -123,8 +123,8 @@ def _named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _parts(weight: torch.Tensor, saved: Any, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield rows of a weight in memory and on disk, on the CPU: all of an embedding, else the first and the last.
 
-    Scripts set single rows of an embedding, for example those of reserved tokens. What else they change, a merge for
-    example, changes all rows.
+    Scripts set single rows of an embedding, for example those of reserved tokens. Other changes, such as a merge,
+    change all rows.
     """
     if weight.dim() > 1 and len(weight) == num_tokens:
         blocks = range(0, num_tokens, _ROWS_AT_ONCE)
