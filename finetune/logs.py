@@ -176,10 +176,12 @@ def log_python_warnings() -> None:
     logger = logging.getLogger("py.warnings")
     logger.handlers = [_Forwarder()]
 
-    def show(message: Warning | str, category: type[Warning], file: str, line: int, *_: object, **__: object) -> None:
-        logger.warning("%s: %s (%s:%d)", category.__name__, message, file, line, extra={"short": str(message)})
+    def show(
+        message: object, category: type[Warning], filename: str, lineno: int, file: object = None, line: object = None
+    ) -> None:
+        logger.warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno, extra={"short": str(message)})
 
-    warnings.showwarning = show  # type: ignore[assignment]
+    warnings.showwarning = show
 
 
 @cache

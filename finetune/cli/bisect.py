@@ -75,14 +75,11 @@ def bisect(
         raise typer.Exit(RunFailedError.exit_code)
 
 
-def _on_one_line(name: object) -> str:
-    """Return the name of a run; `say` shows its other control characters."""
-    return str(name).replace("\n", "<U+000A>")
-
-
 def _show(result: Bisection) -> None:
     """Print the first difference, the recorded facts that differ, the cause, and the commands that show it."""
-    first, second = map(_on_one_line, result.titles)
+    from finetune.runs.recorded_run import on_one_line
+
+    first, second = map(on_one_line, result.titles)
     if result.losses is None:
         steps = counted(result.num_steps, "step")
         apart = f"{steps}, of which the losses differ by at most {result.bound:.3g} x max(1, loss)"
@@ -107,7 +104,7 @@ def diff(
 ) -> None:
     """Print what differs between two runs, and exit with 1 if anything does."""
     from finetune.runs.comparison import compare_runs
-    from finetune.runs.recorded_run import open_run
+    from finetune.runs.recorded_run import on_one_line, open_run
     from finetune.runs.row_comparison import compare_renderings
 
     configure_logs(0, level=logging.ERROR)
@@ -129,10 +126,9 @@ def diff(
         if tokens:
             say(f"Rendered again: {tokens}.")
     else:
-        a, b = map(_on_one_line, (first, second))
-        say(f"{a} and {b}: no differences except their folders and times")
+        say(f"{on_one_line(first)} and {on_one_line(second)}: no differences except their folders and times")
     for file in [] if as_json else unread:
-        say(f"{_on_one_line(file)} is missing or cannot be read: the configurations were not compared")
+        say(f"{on_one_line(file)} is missing or cannot be read: the configurations were not compared")
     raise typer.Exit(1 if facts else 0)
 
 

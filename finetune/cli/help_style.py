@@ -25,7 +25,7 @@ def make_help_readable() -> None:
 
 
 def _show_narrow(*, obj: Any, ctx: Any, markup_mode: object) -> None:
-    """Print the help of a command: its usage, what it does, its arguments and options, and its commands."""
+    """Print the help of a command as a list: usage, description, arguments, options and commands."""
     pieces = " ".join(obj.collect_usage_pieces(ctx))
     say(f"Usage: {ctx.command_path} {pieces}\n\n{cleandoc(obj.help or '')}\n", indent="  ")
     records = [parameter.get_help_record(ctx) for parameter in obj.get_params(ctx)]

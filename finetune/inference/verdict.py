@@ -20,6 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.units import counted
+
 LEVEL = 0.05
 LOWER_IS_BETTER = frozenset({"loss"})
 _RESAMPLES = 4_999
@@ -68,14 +70,13 @@ class PairedVerdict:
     def __str__(self) -> str:
         """Return a sentence without the metric's name."""
         text: str = self.result
-        better = f"{self.num_better:,} row{'s' * (self.num_better != 1)} better"
-        counts = f"{better}, {self.num_worse:,} worse, {self.num_equal:,} equal"
+        counts = f"{counted(self.num_better, 'row')} better, {self.num_worse:,} worse, {self.num_equal:,} equal"
         copies = f"; copies of these rows, which do not count again: {self.num_copies:,}" if self.num_copies else ""
         if self.num_not_finite:
             return f"{text}: {counts}, {self.num_not_finite:,} with a value that is not finite{copies}"
         if self.p_value > LEVEL:
             num_rows = self.num_better + self.num_worse + self.num_equal
-            text += f" that {num_rows:,} row{'s' * (num_rows != 1)} could show"
+            text += f" that {counted(num_rows, 'row')} could show"
             if self.rows_needed is not None and self.rows_needed > num_rows:
                 text += f" (about {self.rows_needed:,} rows would show one of this size)"
         interval = "unknown" if self.low is None else f"{self.low:+.4f} to {self.high:+.4f}"

@@ -502,6 +502,11 @@ def best_point(points: Points, metric: str) -> tuple[int, float] | None:
     return max(finite(points), key=lambda point: sign_of(metric) * point[1], default=None)
 
 
+def on_one_line(name: object) -> str:
+    """Return a name for a line of its own: a line break in it could make one run look like two."""
+    return str(name).replace("\n", "<U+000A>")
+
+
 def mapping(value: object) -> dict[str, Any]:
     """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -79,14 +79,10 @@ def check_objective(config: Config) -> None:
 
 def sometimes_read(config: Config, names: tuple[str, ...] = SOMETIMES_READ) -> dict[str, Any]:
     """Return the keys of these names that are set to another value than their default, with their values."""
-    given, of_names = values(config), [(key, field) for key, field in fields().items() if key.startswith(names)]
+    given, of_names = values(config), {key: field for key, field in fields().items() if key.startswith(names)}
+    set_here = [key for key in of_names if config.origin(key) != "default"]
     # A run's config.yaml names every key, and a key that was not set has its default there.
-    is_set = {key: config.origin(key) != "default" for key, _ in of_names}
-    return {
-        key: given[key]
-        for key, field in of_names
-        if is_set[key] and given[key] != field.get_default(call_default_factory=True)
-    }
+    return {key: given[key] for key in set_here if given[key] != of_names[key].get_default(call_default_factory=True)}
 
 
 def check_paths(config: Config) -> None:

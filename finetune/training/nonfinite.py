@@ -51,7 +51,7 @@ def refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, cause: str) 
 
 
 def name_broken_rows(setup: Any, loader: Any, compute: LossFunction, step: int) -> str:
-    """Name rows of a step whose loss is not finite, computed row by row. Collective.
+    """Name rows that make the loss of a step not finite, by computing each row alone. Collective.
 
     A micro-batch cannot tell, because one row can make the losses of all its rows NaN. At most one row of each rank is
     named. The text is empty if no row is to blame: none is broken, or all rows are. Rows of pairs, of prompts and of

@@ -116,10 +116,10 @@ def check_config(
     objective.check(rewards_answers=rewards_answers)
     metrics = check_metrics(config, objective.metrics, given=hooks.metrics)
     if (runtime is None or runtime.is_main_process) and (chosen := sometimes_read(config)):
-        from finetune.training.unread_keys import warn_of_unread_keys
+        from finetune.training.unread_keys import describe_unread_keys, warn_of
 
         world_size = None if runtime is None else runtime.world_size
-        warn_of_unread_keys(config, chosen, has_metrics=bool(metrics), world_size=world_size)
+        warn_of(describe_unread_keys(config, chosen, has_metrics=bool(metrics), world_size=world_size))
     return CheckedConfig(objective.config, objective, metrics)
 
 
@@ -199,9 +199,9 @@ def _check(
     check_criteria(config, objective.metrics, metrics, in_subsets=in_subsets)
     refuse_early_stopping(config, splits)
     if runtime.is_main_process and None in (splits.validation, splits.test):
-        from finetune.training.unread_keys import OF_SPLITS, warn_of_missing_splits
+        from finetune.training.unread_keys import OF_SPLITS, describe_missing_splits, warn_of
 
-        warn_of_missing_splits(config, sometimes_read(config, OF_SPLITS), splits)
+        warn_of(describe_missing_splits(config, sometimes_read(config, OF_SPLITS), splits))
     if splits.validation is not None:
         refuse_rows_without_answers(metrics, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)

@@ -139,7 +139,7 @@ class TrainingRun:
         return result._replace(metrics=self._train_loader.metrics_of(result.metrics))
 
     def name_broken_rows(self, step: int) -> str:
-        """Name rows of a step whose loss is not finite. Collective."""
+        """Name rows that make the loss of a step not finite. Collective."""
         from finetune.training.nonfinite import name_broken_rows
 
         return name_broken_rows(self._setup, self._train_loader, self._compute, step)

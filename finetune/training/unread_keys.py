@@ -62,7 +62,7 @@ def _has_rows_at_hub(config: Config) -> bool:
 
 
 def _may_have_subsets(config: Config) -> bool:
-    """Whether the rows are at the hub, or in a folder, which may be that of a downloaded data set."""
+    """Return whether there may be subsets: at the hub, and in the folder of a downloaded data set."""
     return _has_rows_at_hub(config) or any(Path(path).is_dir() for path in as_list(config.data.path))
 
 
@@ -168,19 +168,8 @@ def _refuse_no_reference(config: Config) -> None:
         )
 
 
-def warn_of_unread_keys(
-    config: Config, chosen: Mapping[str, object], *, has_metrics: bool, world_size: int | None
-) -> None:
-    """Log `describe_unread_keys`."""
-    _warn(describe_unread_keys(config, chosen, has_metrics=has_metrics, world_size=world_size))
-
-
-def warn_of_missing_splits(config: Config, chosen: Mapping[str, object], splits: Any) -> None:
-    """Log `describe_missing_splits`."""
-    _warn(describe_missing_splits(config, chosen, splits))
-
-
-def _warn(keys: str) -> None:
+def warn_of(keys: str) -> None:
+    """Log what one of the two functions below describes, if it is not empty."""
     if keys:
         _log.warning("%s", keys)
 

@@ -20,7 +20,8 @@ from finetune.training.unread_keys import (
     _OF_SEVERAL_PROCESSES,
     _RULES,
     OF_SPLITS,
-    warn_of_missing_splits,
+    describe_missing_splits,
+    warn_of,
 )
 
 WORDS = ["model=phi_tiny", "data=orders"]
@@ -83,7 +84,7 @@ def test_keys_of_rewards_are_named_with_the_key_that_they_need(caplog: pytest.Lo
 def missing(caplog: pytest.LogCaptureFixture, words: list[str], **splits: object) -> list[str]:
     caplog.clear()
     config = load_config([*WORDS, *words])
-    warn_of_missing_splits(config, sometimes_read(config, OF_SPLITS), SimpleNamespace(**splits))
+    warn_of(describe_missing_splits(config, sometimes_read(config, OF_SPLITS), SimpleNamespace(**splits)))
     return caplog.messages
 
 
