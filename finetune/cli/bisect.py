@@ -77,9 +77,9 @@ def bisect(
 
 def _show(result: Bisection) -> None:
     """Print the first difference, the recorded facts that differ, the cause, and the commands that show it."""
-    from finetune.runs.recorded_run import on_one_line
+    from finetune.runs.recorded_run import name_on_one_line
 
-    first, second = map(on_one_line, result.titles)
+    first, second = map(name_on_one_line, result.titles)
     if result.losses is None:
         steps = counted(result.num_steps, "step")
         apart = f"{steps}, of which the losses differ by at most {result.bound:.3g} x max(1, loss)"
@@ -104,7 +104,7 @@ def diff(
 ) -> None:
     """Print what differs between two runs, and exit with 1 if anything does."""
     from finetune.runs.comparison import compare_runs
-    from finetune.runs.recorded_run import on_one_line, open_run
+    from finetune.runs.recorded_run import name_on_one_line, open_run
     from finetune.runs.row_comparison import compare_renderings
 
     configure_logs(0, level=logging.ERROR)
@@ -126,9 +126,9 @@ def diff(
         if tokens:
             say(f"Rendered again: {tokens}.")
     else:
-        say(f"{on_one_line(first)} and {on_one_line(second)}: no differences except their folders and times")
+        say(f"{name_on_one_line(first)} and {name_on_one_line(second)}: no differences except their folders and times")
     for file in [] if as_json else unread:
-        say(f"{on_one_line(file)} is missing or cannot be read: the configurations were not compared")
+        say(f"{name_on_one_line(file)} is missing or cannot be read: the configurations were not compared")
     raise typer.Exit(1 if facts else 0)
 
 

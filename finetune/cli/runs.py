@@ -117,11 +117,11 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 
 
 def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
-    from finetune.runs.recorded_run import on_one_line
+    from finetune.runs.recorded_run import name_on_one_line
 
     step = "" if run["step"] is None else f"{run['step']}/{run['num_steps']}" if run["num_steps"] else str(run["step"])
     losses = ["" if run[name] is None else f"{run[name]:.4f}" for name in _LOSSES]
-    name, model, data = (on_one_line(run[key] or "") for key in ("name", "model", "data"))
+    name, model, data = (name_on_one_line(run[key] or "") for key in ("name", "model", "data"))
     return [
         name,
         (run["state"], STYLES.get(run["state"], "")),

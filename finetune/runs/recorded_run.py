@@ -502,7 +502,7 @@ def best_point(points: Points, metric: str) -> tuple[int, float] | None:
     return max(finite(points), key=lambda point: sign_of(metric) * point[1], default=None)
 
 
-def on_one_line(name: object) -> str:
+def name_on_one_line(name: object) -> str:
     """Return a name for a line of its own: a line break in it could make one run look like two."""
     return str(name).replace("\n", "<U+000A>")
 

@@ -13,7 +13,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Event
 from finetune.runs.metrics_reader import MetricsReader
 from finetune.runs.progress_line import shown_step
-from finetune.runs.recorded_run import RecordedRun, on_one_line
+from finetune.runs.recorded_run import RecordedRun, name_on_one_line
 from finetune.runs.view import RunView
 from finetune.terminal import visible
 
@@ -50,7 +50,7 @@ class Watch:
         if state == "stopped" and run.status == "running":
             reason = "its process was killed; resume=auto continues from the last checkpoint"
         shown = state if state in ("running", "completed") or not reason else f"{state}: {reason}"
-        self._view.headline = on_one_line(f"{self._folder.path.name}, {shown}")
+        self._view.headline = name_on_one_line(f"{self._folder.path.name}, {shown}")
         self._view.num_steps = run.num_steps
         return state
 
