@@ -29,7 +29,6 @@ from finetune.errors import ConfigError, ModelError, RequirementError, RunFailed
 from finetune.fallbacks import Fallback
 from finetune.logs import importing
 from finetune.terminal import print_json, print_table, shown_folder
-from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -149,6 +148,7 @@ def evaluate_command(
     """Evaluate as the options say: print the measures, and write them to a file if one is named."""
     from finetune.config.own_functions import resolve_functions, split_functions_in_files
     from finetune.inference.answers import METRICS
+    from finetune.inference.evaluation_record import with_finite_numbers
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
     from finetune.inference.suites import read_suites
@@ -189,7 +189,7 @@ def evaluate_command(
     if harness is not None:
         results = _measure_by_harness(run, harness, harness_tasks)
         measured = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
-        record = _with_finite_numbers(measured)
+        record = with_finite_numbers(measured)
         print_json(record, indent=None) if as_json else _show_harness(results)
         if output is not None:
             _write("--output", output, record)
@@ -252,18 +252,19 @@ def _report(
     markdown: Path | None,
 ) -> None:
     """Print the scores, and write them to the files that are named."""
+    from finetune.inference.evaluation_record import answers_of, markdown_of, record_of, with_finite_numbers
     from finetune.inference.scores import show_evaluation
 
-    record = _with_finite_numbers(_as_record(run, evaluation))
+    record = with_finite_numbers({"run": str(run.folder.path), "weights": run.weights_name, **record_of(evaluation)})
     if as_json:
         print_json(record, indent=None)
     else:
         num_answers = run.config.testing.num_samples
-        show_evaluation(evaluation.split, evaluation, num_answers=num_answers, with_perplexity=True)
+        show_evaluation(evaluation, num_answers=num_answers, with_perplexity=True)
     if output is not None:
-        _write("--output", output, {**record, "rows": _rows(evaluation)})
+        _write("--output", output, {**record, "rows": answers_of(evaluation)})
     if markdown is not None:
-        _write("--markdown", markdown, _as_markdown(run, evaluation, limits))
+        _write("--markdown", markdown, markdown_of(str(shown_folder(run.folder.path)), evaluation, limits))
 
 
 def _read_limits(options: Sequence[str], known: Sequence[str]) -> dict[str, float]:
@@ -347,6 +348,7 @@ def _measure(
     """
     with importing():
         from finetune.distributed.launch import launch
+        from finetune.inference.evaluation_record import exceeded_margins
         from finetune.inference.finished_run import read_finished_run
         from finetune.inference.forgetting import measure_forgetting
         from finetune.inference.suites import measure_suites
@@ -385,7 +387,7 @@ def _measure(
         with runtime.collectives.failing_together("judging the run"):  # the others wait for the report
             if runtime.is_main_process:
                 report(evaluation)
-                if worse := evaluation.exceeded(limits):
+                if worse := exceeded_margins(evaluation, limits):
                     raise RequirementError("\n  ".join(worse))
 
 
@@ -441,88 +443,6 @@ def _write(option: str, file: Path, content: Mapping[str, Any] | str) -> None:
         replace_file(file, text.encode())
     except OSError as error:
         raise RunFailedError(f"{file} cannot be written: {describe_os_error(error)}.") from error
-
-
-def _as_markdown(run: FinishedRun, evaluation: Evaluation, limits: Mapping[str, float]) -> str:
-    """Return a table of scores and verdicts, and each metric that is worse than its limit allows.
-
-    Of what others wrote, it has only names, as code: a text of a row could mention people or show pictures.
-    """
-    from finetune.inference.scores import LABELS, format_score
-
-    def code(text: str) -> str:
-        return f"`{text.replace('`', '').replace('|', '')}`"
-
-    verdicts = {name: str(verdict) for name, verdict in evaluation.verdicts.items()}
-    columns = {name: {**scores.metrics, "loss": scores.loss} for name, scores in evaluation.scores.items()}
-    rows = [["", *(code(evaluation.other_name) if name == "base" else name for name in columns), "verdict"]]
-    rows += [["---", *("---:" for _ in columns), "---"]]
-    rows += [
-        [
-            LABELS.get(name) or code(name),
-            *(format_score(name, each[name]) for each in columns.values()),
-            verdicts.get(name, ""),
-        ]
-        for name in columns["tuned"]
-        if evaluation.split != "none" or name != "loss"
-    ]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    failed = evaluation.exceeded(limits)
-    verdict = "Does not pass" if failed else "Not worse than allowed" if limits else "Scores"
-    folder, num_rows = code(str(shown_folder(run.folder.path))), counted(evaluation.num_rows, "row")
-    measured = f"{num_rows} of the {evaluation.split} split" if evaluation.split != "none" else "suites"
-    return "\n\n".join([f"### {verdict}", f"{folder}, {measured}", table, *(f"- {each}" for each in failed)]) + "\n"
-
-
-def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:
-    """Convert the scores to plain values."""
-    record: dict[str, Any] = {"run": str(run.folder.path), "weights": run.weights_name, "split": evaluation.split}
-    record |= _scores_as_record(evaluation)
-    record["against"] = None if evaluation.other_name == "base" else evaluation.other_name
-    record["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
-    record["unended"] = dict(evaluation.num_unended)
-    record["forgetting"] = evaluation.forgetting and evaluation.forgetting.as_record()
-    changes = evaluation.changes
-    record["trained_rows_left_out"] = evaluation.num_trained
-    record["recorded_rows_missing"], record["new_rows"] = changes or (None, None)
-    if evaluation.subsets:
-        record["sources"] = {name: _scores_as_record(each) for name, each in evaluation.subsets.items()}
-    return record
-
-
-def _scores_as_record(evaluation: Evaluation) -> dict[str, Any]:
-    scores: dict[str, Any] = {
-        name: {
-            "loss": score.loss,
-            "standard_error": score.standard_error,
-            "perplexity": score.perplexity,
-            **score.metrics,
-        }
-        for name, score in evaluation.scores.items()
-    }
-    return {"num_rows": evaluation.num_rows, "num_targets": evaluation.num_targets, **scores}
-
-
-def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
-    return [
-        {
-            "source": row.source,
-            **({"context": row.context} if row.context else {}),
-            "prompt": row.prompt,
-            "expected": row.expected,
-            **{name: {"answer": answer, **row.metrics[name]} for name, answer in row.answers.items()},
-        }
-        for row in evaluation.answers
-    ]
-
-
-def _with_finite_numbers(value: Any) -> Any:
-    """Return plain values in which None stands for each number that is not finite, which JSON cannot express."""
-    if isinstance(value, dict):
-        return {name: _with_finite_numbers(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_finite_numbers(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show_harness(results: Results) -> None:

@@ -118,6 +118,11 @@ class Evaluation:
     """The answers of each model. `answers` may hold only some of them, as examples."""
 
     @property
+    def has_rows(self) -> bool:
+        """Whether rows of a split were measured, not only suites."""
+        return self.split != "none"
+
+    @property
     def unended(self) -> str:
         """Say how many answers did not end; empty if all did."""
         names = {"base": self.other_name}
@@ -151,24 +156,6 @@ class Evaluation:
         """The metrics, or the loss, without a verdict because all rows are copies of one row."""
         return [name for name, rows in self.contents.items() if self.base and len(rows) > 1 and len(set(rows)) == 1]
 
-    def exceeded(self, margins: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each metric that is worse than its margin allows, or cannot be compared.
-
-        Raises:
-            ConfigError: there is no verdict on one of them.
-        """
-        if missing := margins.keys() - self.verdicts.keys():
-            raise ConfigError(
-                f"--fail-if-worse {missing.pop()}: there is no verdict on it. It needs at least two different rows and "
-                "a second model (--against RUN2, or testing.compare_base=true), and for the loss the same tokens in "
-                "both."
-            )
-        return [
-            f"{name} does not pass --fail-if-worse ({margin:g}): {self.verdicts[name]}"
-            for name, margin in margins.items()
-            if self.verdicts[name].is_worse_than(margin)
-        ]
-
     def against(self, other: Evaluation, name: str) -> Evaluation:
         """Return this evaluation with the tuned model of another one, of the same rows, in the place of the base.
 
@@ -180,7 +167,7 @@ class Evaluation:
                 different ones.
         """
         counts = [len(set(each.contents.get("loss") or range(each.num_rows))) for each in (self, other)]
-        if self.row_digests != other.row_digests or (min(counts) < 2 and name != "base" and self.split != "none"):
+        if self.row_digests != other.row_digests or (min(counts) < 2 and name != "base" and self.has_rows):
             raise ConfigError(
                 f"{name} cannot be compared on these rows: at least two different ones are needed, the same for both "
                 f"runs. Without training rows and copies, {counts[0]:,} and {counts[1]:,} are left. Give others with "
@@ -247,7 +234,7 @@ def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
     return sorted(rows, key=change)
 
 
-def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int = 3, with_perplexity: bool = False) -> None:
+def show_evaluation(evaluation: Evaluation, *, num_answers: int = 3, with_perplexity: bool = False) -> None:
     """Print a table with a column of scores for each model, then prompts with the expected and the models' answers."""
     columns = {
         name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
@@ -257,9 +244,10 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int = 3,
     rows = [
         [labels.get(name, name), *(format_score(name, column[name]) for column in columns.values())]
         for name in columns["tuned"]
-        if split != "none" or name not in ("loss", "perplexity")
+        if evaluation.has_rows or name not in ("loss", "perplexity")
     ]
-    title = f"{split.capitalize()} split, {counted(evaluation.num_rows, 'row')}" if split != "none" else "Suites"
+    num_rows = counted(evaluation.num_rows, "row")
+    title = f"{evaluation.split.capitalize()} split, {num_rows}" if evaluation.has_rows else "Suites"
     if evaluation.num_left_out:
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
     if evaluation.num_trained:

@@ -288,7 +288,7 @@ class Trainer:
             evaluation = replace(evaluation, forgetting=forgetting)
             if not self.journal.is_closed:  # a script may measure again after its run has ended
                 self.journal.test(evaluation)
-            show_evaluation(evaluation.split, evaluation)
+            show_evaluation(evaluation)
             if self.config.lora.quantize != "none":
                 from finetune.training.merging import say_what_merging_changes
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.cli.evaluate import _with_finite_numbers
+from finetune.inference.evaluation_record import exceeded_margins, with_finite_numbers
 from finetune.inference.scores import AnsweredRow, Evaluation, RowValues, Scores, show_evaluation, worse_first
 
 
@@ -13,7 +13,7 @@ def render(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
     def shown(scores, answers=(), **counts):
-        show_evaluation("test", Evaluation(scores=scores, answers=answers, **{"num_rows": 3, **counts}))
+        show_evaluation(Evaluation(scores=scores, answers=answers, **{"num_rows": 3, **counts}))
         return capsys.readouterr().out
 
     return shown
@@ -77,8 +77,8 @@ def test_evaluate_prints_the_same_table_with_perplexity_and_metrics_of_the_users
     monkeypatch.setenv("COLUMNS", "100")
     row = answered("p\x1b[2J", "e", tuned="t")
     scores = {"tuned": Scores(loss=0.0, metrics={"json_equal": 0.5, "own.length": 2.0})}
-    evaluation = Evaluation(num_rows=3, scores=scores, answers=[row, row])
-    show_evaluation("validation", evaluation, num_answers=1, with_perplexity=True)
+    evaluation = Evaluation(num_rows=3, split="validation", scores=scores, answers=[row, row])
+    show_evaluation(evaluation, num_answers=1, with_perplexity=True)
     text = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     assert "Validation split, 3 rows" in text
@@ -98,9 +98,9 @@ def test_a_row_whose_loss_is_not_finite_is_shown_and_does_not_pass(render, base)
     text = " ".join(render(scores, num_rows=2, rows=rows).split())
     assert "loss: not comparable: 1 row better, 0 worse, 0 equal, 1 with a value that is not finite" in text
     evaluation = Evaluation(num_rows=2, scores=scores, rows=rows)
-    (reason,) = evaluation.exceeded({"loss": 0.5})
+    (reason,) = exceeded_margins(evaluation, {"loss": 0.5})
     assert reason.startswith("loss does not pass --fail-if-worse (0.5): not comparable: ")
-    record = _with_finite_numbers({"verdict": [evaluation.verdicts["loss"].as_record()]})
+    record = with_finite_numbers({"verdict": [evaluation.verdicts["loss"].as_record()]})
     assert json.loads(json.dumps(record, allow_nan=False))["verdict"][0]["difference"] is None
 
 

@@ -99,7 +99,7 @@ class _Preferences(Objective):
         )
         setup.on_main(lambda journal: journal.test(comparison), "recording the comparison")
         if setup.runtime.is_main_process:
-            show_evaluation(comparison.split, comparison)
+            show_evaluation(comparison)
 
 
 class Pairs(_Preferences):
