@@ -140,3 +140,5 @@ def _package_log_as_before() -> Iterator[None]:
     before = (list(logger.handlers), logger.level, logger.propagate)
     yield
     logger.handlers, logger.level, logger.propagate = before
+    if logs := sys.modules.get("finetune.logs"):  # a command keeps the log that it configured, a script does not
+        logs._is_command, logs._log_of_script = False, None

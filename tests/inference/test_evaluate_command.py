@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import json
+import logging
 import math
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from finetune.config.compose import load_config
 from finetune.config.config_files import resolve_shipped
 from finetune.data.splits import digest_row
 from finetune.errors import CheckpointError, ConfigError, DataError, RequirementError, RunFailedError
+from finetune.inference.evaluation_record import exceeded_margins
 from finetune.inference.finished_run import FinishedRun
 from finetune.inference.scores import Evaluation, RowValues, Scores
 from finetune.report.data_preview import preview_data_of
@@ -49,6 +51,13 @@ def measured(capsys):
 @pytest.fixture
 def figures(measured):
     return lambda run, *words, **options: json.loads(measured(run, list(words), as_json=True, **options))
+
+
+@pytest.fixture
+def caplog(caplog):
+    """What the command logs, which does not propagate to the root logger."""
+    logging.getLogger("finetune").addHandler(caplog.handler)
+    return caplog
 
 
 @pytest.fixture(scope="module")
@@ -526,7 +535,7 @@ def test_the_rows_that_were_answered_are_kept_for_a_comparison(adapter_run, tmp_
     words = [f"data.test={tmp_path / 'test.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=100"]
     words += ["data.on_no_target=warn", "testing.max_new_tokens=1"]
     shown = []
-    monkeypatch.setattr("finetune.inference.scores.show_evaluation", lambda _, found, **__: shown.append(found))
+    monkeypatch.setattr("finetune.inference.scores.show_evaluation", lambda found, **__: shown.append(found))
     evaluate(adapter_run, words, metric=["token_f1"])
     assert (shown[0].num_rows, shown[0].answered_rows) == (3, [0, 2])
 
@@ -540,7 +549,7 @@ def test_losses_over_other_tokens_are_not_compared():
     assert list(against.verdicts) == ["token_f1"]
     assert math.isnan(against.base.loss)
     with pytest.raises(ConfigError, match="there is no verdict on it"):
-        against.exceeded({"loss": 0.0})
+        exceeded_margins(against, {"loss": 0.0})
     with pytest.raises(ConfigError, match="RUN2 cannot be compared on these rows"):
         one.against(replace(one, row_digests=["a", "c"]), "RUN2")
     answered = replace(one, answered_rows=[0])

@@ -128,11 +128,19 @@ def test_wrong_arguments_of_a_merge_are_refused_before_it(tmp_path, options, why
         finetune.merge(tmp_path, **options)
 
 
+@pytest.fixture
+def as_command(monkeypatch):
+    """A process of the command keeps the log that it configured after the launch; a script gets its own back."""
+    monkeypatch.setattr("finetune.logs._is_command", True)
+
+
+@pytest.mark.usefixtures("as_command")
 def test_answers_that_did_not_end_are_counted(adapter_run, capsys):
     generate(adapter_run, PROMPTS, max_new_tokens=2, compare=True)
     assert "6 of 6 answers did not end within 2 tokens. Ask with a larger --max-new-tokens." in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("as_command")
 def test_an_answer_that_fills_the_context_is_not_blamed_on_the_limit(adapter_run, capsys, monkeypatch):
     generate(adapter_run, PROMPTS[1:2], max_new_tokens=2, as_json=True)
     (found,) = records(capsys.readouterr().out)
