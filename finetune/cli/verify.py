@@ -45,7 +45,8 @@ def verify(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights."
+            help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights; "
+            "of a checkpoint, a file with its step in the run's folder."
         ),
     ] = None,
     max_difference: Annotated[
@@ -109,15 +110,15 @@ def verify(
         _refuse_other_file(out)
 
     with importing():
-        from finetune.export.certificate import write_certificate
-        from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE
+        from finetune.export.certificate import path_of_certificate, write_certificate
         from finetune.export.verifying import refuse_differences, verify_folder, verify_run
         from finetune.export.vllm_served import InVllm
         from finetune.inference.vllm_server import VllmServer
         from finetune.runs.output_files import refuse_unwritable
 
-    if out is None and source.expanduser().is_dir():
-        refuse_unwritable("--out", source.expanduser() / CERTIFICATE)
+    beside = source.expanduser() / "adapter" if is_run and checkpoint is None else source.expanduser()
+    if out is None and beside.is_dir():
+        refuse_unwritable("--out", path_of_certificate(beside, in_vllm=runtime == "vllm" or server is not None))
     if server is not None:
         VllmServer(server, patience_seconds=0)  # refuses an address with a password before anything is computed
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
@@ -138,7 +139,7 @@ def verify(
         from finetune.replay.steps import replay_losses
 
         verified = replace(verified, replay=replay_losses(source, replay, settings or []))
-    file = out or verified.folder / (CERTIFICATE if vllm is None else VLLM_CERTIFICATE)
+    file = out or path_of_certificate(verified.folder, in_vllm=vllm is not None)
     if not as_json:
         show_verified(verified)
     content = write_certificate(file, verified)

@@ -19,6 +19,7 @@ from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE, Vectors
 from finetune.limits import read_regular
 from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
+from finetune.runs.state import STATE_FILE
 
 if TYPE_CHECKING:
     from finetune.export.merge_effect import MergeEffect
@@ -65,6 +66,18 @@ class Verified:
             "merge_effect": self.merge_effect and [model.as_record() for model in self.merge_effect.models],
         }
         return {name: as_json(value) for name, value in record.items()}
+
+
+def path_of_certificate(folder: Path, *, in_vllm: bool) -> Path:
+    """Return where the certificate of the weights in a folder is written: beside them.
+
+    The certificate of a checkpoint is written into the run's folder, because a checkpoint keeps its files.
+    """
+    name = VLLM_CERTIFICATE if in_vllm else CERTIFICATE
+    if folder.parent.name != "checkpoints" or not (folder / STATE_FILE).is_file():
+        return folder / name
+    stem, suffix = name.split(".")
+    return folder.parent.parent / f"{stem}-{folder.name}.{suffix}"
 
 
 def write_certificate(file: Path, verified: Verified) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,9 +43,12 @@ from finetune.model.tokens import build_run_tokenizer, set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
 from finetune.runs.recorded_run import RecordedRun, whole
 from finetune.runs.state import STATE_FILE
-from finetune.runs.verification import verify_checkpoint
+from finetune.runs.verification import FULL_FILES, verify_checkpoint
 from finetune.training.forward import choose_forward
 from finetune.units import name_first
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MOST_SHOWN = 3
 
@@ -140,9 +144,11 @@ def verify_run(
 
 def load_served(run: FinishedRun, known: Vectors, vllm: InVllm | None = None) -> AbstractContextManager[ServedModel]:
     """Load a run's weights in plain PEFT or transformers, or in vLLM, which is asked for the prompts of `known`."""
-    is_checkpoint = vllm is None and run.weights != run.recorded.folder.adapter
+    is_checkpoint = run.weights != run.recorded.folder.adapter
     tokenizer = build_run_tokenizer(run.config) if is_checkpoint else None
     if run.is_full and tokenizer is not None:
+        if vllm is not None:
+            return _served_with_tokenizer(run.weights, tokenizer, known, vllm)
         return nullcontext(load_transformers(run.weights, tokenizer))
     if run.is_full:
         return _load(run.weights, runtime_of(run.weights), known, vllm)
@@ -150,6 +156,24 @@ def load_served(run: FinishedRun, known: Vectors, vllm: InVllm | None = None) ->
     if vllm is not None:
         return served_by_vllm(run.weights, known, vllm, base=base_model, revision=revision)
     return nullcontext(load_peft(run.weights, base_model, revision, tokenizer))
+
+
+@contextmanager
+def _served_with_tokenizer(
+    checkpoint: Path, tokenizer: PreTrainedTokenizerBase, known: Vectors, vllm: InVllm
+) -> Iterator[ServedModel]:
+    """Serve the whole model of a checkpoint, which has no tokenizer, from a temporary folder with links to its files.
+
+    The optimizer's file is left out, because vLLM reads every safetensors file as weights.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in FULL_FILES:
+            if (checkpoint / file).is_file():
+                (folder / file).symlink_to(checkpoint / file)
+        tokenizer.save_pretrained(folder)
+        with served_by_vllm(folder, known, vllm) as served:
+            yield served
 
 
 def vectors_of_run(run: FinishedRun) -> Vectors:

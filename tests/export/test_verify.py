@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -21,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.verify import verify
 from finetune.config.config_files import resolve_shipped
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
-from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
+from finetune.export import verifying
+from finetune.export.certificate import CERTIFICATE_HEAD, path_of_certificate, read_certificates
 from finetune.export.push import build_package
 from finetune.export.runtimes import load_peft
 from finetune.export.served_comparison import Rendered, ServedComparison, compare, rows_of_checks
@@ -266,8 +269,45 @@ def test_a_checkpoint_is_verified_with_the_tokenizer_of_its_run(method, made, tm
     if method == "full":
         run_finetune("train", *words_to_train(tmp_path, "training.max_steps=2", "training.method=full"), code=0)
         run = tmp_path / "run"
-    done = run_finetune("verify", run, "--checkpoint", "latest", "--out", tmp_path / "certificate.json", code=0)
+    run = shutil.copytree(run, tmp_path / "copy")
+    checkpoint = max((run / "checkpoints").iterdir())
+    files = sorted(path.name for path in checkpoint.iterdir())
+    done = run_finetune("verify", run, "--checkpoint", "latest", code=0)
     assert "conversations as text and tokens" in done.stdout
+    assert sorted(path.name for path in checkpoint.iterdir()) == files
+    assert json.loads((run / f"certificate-{checkpoint.name}.json").read_text())["verdict"] == "same"
+
+
+def test_the_certificate_of_a_checkpoint_is_written_into_the_run_s_folder(tmp_path):
+    """A checkpoint keeps its files."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000012"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").touch()
+    assert path_of_certificate(checkpoint, in_vllm=False) == tmp_path / "run" / "certificate-step-000012.json"
+    assert path_of_certificate(checkpoint, in_vllm=True) == tmp_path / "run" / "certificate-vllm-step-000012.json"
+    assert path_of_certificate(tmp_path / "merged", in_vllm=True) == tmp_path / "merged" / "certificate-vllm.json"
+
+
+def test_vllm_serves_a_whole_checkpoint_with_the_tokenizer_of_its_run(tmp_path, monkeypatch):
+    """vLLM would read the file of the optimizer as weights, and finds no tokenizer in a checkpoint."""
+    seen = []
+
+    @contextmanager
+    def serve(folder, known, vllm):
+        seen.extend(sorted(path.name for path in folder.iterdir()))
+        yield None
+
+    monkeypatch.setattr(verifying, "served_by_vllm", serve)
+    run = write_run(tmp_path / "run", full=True)
+    weights = tmp_path / "run" / "checkpoints" / "step-000002"
+    shutil.copytree(run.weights, weights)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (weights / name).unlink(missing_ok=True)
+    (weights / "optimizer.safetensors").touch()
+    with verifying.load_served(dataclasses.replace(run, weights=weights), None, InVllm()):
+        pass
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(seen)
+    assert "optimizer.safetensors" not in seen
 
 
 @pytest.mark.parametrize(("given", "loaded"), [([], "owner/base at v1"), (["other/base", "v2"], "other/base at v2")])
