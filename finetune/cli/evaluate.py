@@ -22,6 +22,7 @@ from finetune.cli.run_options import (
     RunFolderArgument,
     SetOption,
     find_run_folder,
+    giving_back_logs,
     log_as_this_rank,
     read_run_arguments,
 )
@@ -44,6 +45,7 @@ Split = Literal["train", "validation", "test", "none"]
 _log = logging.getLogger(__name__)
 
 
+@giving_back_logs()
 def evaluate(
     run: str | Path,
     *,

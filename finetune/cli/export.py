@@ -22,6 +22,7 @@ from finetune.cli.run_options import (
     RunFolderArgument,
     SetOption,
     find_run_folder,
+    giving_back_logs,
     read_run_arguments,
     refuse_password,
     refuse_several_processes,
@@ -84,6 +85,7 @@ def _beside(folder: Path, suffix: str) -> Path:
     return folder.with_name(f"{folder.name}-{suffix}")
 
 
+@giving_back_logs()
 def merge(
     run: str | Path,
     out: str | Path | None = None,

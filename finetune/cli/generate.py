@@ -26,6 +26,7 @@ from finetune.cli.run_options import (
     ToolsOption,
     TopKOption,
     TopPOption,
+    giving_back_logs,
     log_as_this_rank,
     read_run_arguments,
     read_tools_option,
@@ -72,6 +73,7 @@ class AnswerOfRun(NamedTuple):
     """The answer of the base, if it was asked as well."""
 
 
+@giving_back_logs()
 def generate(
     run: str | Path,
     prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],

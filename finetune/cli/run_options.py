@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -12,7 +13,7 @@ import typer
 
 from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError, DataError, first_line
-from finetune.logs import configure_logs
+from finetune.logs import PACKAGE, configure_logs, give_back_logs
 
 STYLES = {
     **{"running": "cyan", "completed": "green", "failed": "red", "unreadable": "red"},
@@ -151,6 +152,18 @@ def read_tools_option(file: str | None) -> str | None:
 def log_as_this_rank(level: int = logging.INFO) -> None:
     """Configure the log before the runtime does so, for what reading a run's folder says."""
     configure_logs(read_environment(os.environ).rank, level=level)
+
+
+@contextmanager
+def giving_back_logs() -> Iterator[None]:
+    """Give a script its loggers back if the block raises before a launch begins. A launch does so at its end."""
+    is_of_script = logging.getLogger(PACKAGE).propagate  # in a run, which may call such a function, it is the run's
+    try:
+        yield
+    except BaseException:
+        if is_of_script:
+            give_back_logs()
+        raise
 
 
 def refuse_several_processes(command: str) -> None:

@@ -9,12 +9,13 @@ from contextlib import suppress
 import pytest
 import torch
 
+import finetune
 from finetune import logs
 from finetune.config.schema import Config
 from finetune.distributed.device import refuse_modes
 from finetune.distributed.launch import launch
 from finetune.engine.fused import is_fused, replays_answers, switch_fused, switch_replays
-from finetune.errors import LaunchError
+from finetune.errors import CheckpointError, LaunchError
 from finetune.logs import hear_libraries
 from finetune.signals import begin_steps
 
@@ -56,6 +57,19 @@ def test_a_launch_gives_a_script_its_log_back(tmp_path, monkeypatch, fails):
         log.addHandler(added)
         assert not fails or 1 / 0
     assert (log.level, log.propagate, log.handlers) == (logging.ERROR, True, [own, added])
+
+
+@pytest.mark.parametrize("name", ["evaluate", "generate", "merge"])
+def test_a_refused_function_gives_a_script_its_log_back(name, tmp_path, monkeypatch):
+    """It is refused before a launch, which would do so, begins."""
+    log = logging.getLogger("finetune")
+    monkeypatch.setattr(logs, "_log_of_script", None)
+    monkeypatch.setattr(logs, "_is_command", False)
+    log.handlers, log.propagate = [], True
+    log.setLevel(logging.ERROR)
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        getattr(finetune, name)(tmp_path, *(["Hello"] if name == "generate" else []))
+    assert (log.level, log.propagate, log.handlers) == (logging.ERROR, True, [])
 
 
 @pytest.mark.parametrize("fails", [False, True])
