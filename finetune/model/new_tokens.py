@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.errors import ConfigError, ModelError
+from finetune.runs.verification import ADAPTER_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,9 +32,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
 
     known = tokenizer.get_vocab()
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    there = [
-        token for token in section.new_tokens if token in special or known.get(token, 1 << 62) < tokenizer.vocab_size
-    ]
+    # The tokenizer beside an adapter was given the tokens of its run.
+    is_of_run = (Path(tokenizer.name_or_path) / ADAPTER_FILES[0]).is_file()
+    given = {token for token, token_id in known.items() if is_of_run and token_id >= tokenizer.vocab_size}
+    there = [token for token in section.new_tokens if token in special or token in known.keys() - given]
     if there:
         raise ConfigError(
             f"lora.new_tokens: {', '.join(there)} is already a token of this tokenizer (id {known[there[0]]}). "

@@ -157,6 +157,19 @@ def test_a_token_that_is_there_already_is_refused():
         LoraSection(new_tokens=["<a>"], modules_to_save=["embed_tokens"])
 
 
+def test_a_token_that_the_base_s_tokenizer_was_given_is_refused_and_one_of_a_run_is_not(tmp_path):
+    section = LoraSection(new_tokens=["<think>"])
+    tokenizer = tiny_tokenizer()
+    add_tokens(tokenizer, section)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"new_tokens: <think> is already a token of this tokenizer \(id \d+\)"):
+        add_tokens(AutoTokenizer.from_pretrained(tmp_path), section)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    add_tokens(again, section)
+    assert again.get_vocab() == tokenizer.get_vocab()
+
+
 def test_a_head_with_a_bias_is_refused():
     tokenizer, section = tiny_tokenizer(), LoraSection(new_tokens=["<x>"])
     add_tokens(tokenizer, section)
