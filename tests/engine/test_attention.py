@@ -127,6 +127,24 @@ def test_bf16_is_computed_in_fp32_and_rounded_once() -> None:
     assert [grad.dtype for grad in grads] == [torch.bfloat16] * 3
 
 
+def test_the_gradient_of_a_value_that_many_blocks_read_is_added_up_in_fp32() -> None:
+    packed = pack(rows_of(list(range(800))))
+    inputs = [x.detach().bfloat16().requires_grad_() for x in tensors(800, 2, 1, torch.float32)]
+    assert len(prepare_blocks(packed.layout, packed.layout.tokens)) > 5
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    (of_values,) = torch.autograd.grad(attention(*inputs, packed.layout).sum(), inputs[2])
+    (expected,) = torch.autograd.grad(attention(*wide, packed.layout).sum(), wide[2])
+    assert torch.equal(of_values, expected.bfloat16())
+
+
+def test_a_window_that_hides_one_token_alone() -> None:
+    packed = pack(rows_of(list(range(9))))
+    inputs = tensors(9, 2, 1, torch.float64)
+    out = attention(*inputs, packed.layout, window=8)
+    assert_same(out, by_row(packed, *inputs, list(range(9)), 8), inputs, 1e-12)
+    assert not torch.allclose(out, attention(*inputs, packed.layout))
+
+
 def test_gradcheck() -> None:
     packed = pack(rows_of([*range(18), 1, 2], [*range(18), 3], [5, 6]))
     inputs = tensors(packed.num_computed, 2, 1, torch.float64)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from finetune.engine.attention_cuda import prepare_varlen
+from finetune.engine.attention_cuda import prepare_efficient, prepare_varlen
 from finetune.engine.layout import dense_mask, pack
 from tests.engine.prefix_rows import random_rows, rows_of
 
@@ -94,6 +94,8 @@ def test_a_microbatch_without_targets_has_no_terms() -> None:
     assert packed.num_targets == len(packed.labels) == len(packed.positions) == 0
     first_only = pack([(torch.tensor([1, 2]), torch.tensor([True, False]))])
     assert first_only.num_targets == 0  # nothing predicts a row's first token
+    for prepare in (prepare_varlen, prepare_efficient):  # a loader prepares attention for whatever rows it gets
+        assert pack(rows_of([1, 2, 3], targets=0.0), prepare_attention=prepare).num_targets == 0
 
 
 def test_rows_without_tokens_are_refused() -> None:

@@ -117,6 +117,7 @@ def test_small_micro_batches_have_few_sizes() -> None:
     assert not padded.layout.sees(tokens[:number, None], tokens[number:]).any()
     assert padded.layout.sees(tokens, tokens).all()
     assert padded.layout.longest_row == plain.layout.longest_row
+    assert padded.layout.position_ids.max() == plain.layout.position_ids.max() < padded.num_padding
 
 
 def test_only_adapters_in_16_bits_on_cuda_are_padded_and_only_if_asked() -> None:
