@@ -302,3 +302,10 @@ def test_bf16_layers_come_close_to_fp32(adapter_dtype):
         results.append([part.float() for part in (y.detach(), x_in.grad, a.grad, b.grad)])
     for exact, rounded in zip(*results, strict=True):
         assert (rounded - exact).norm() < 0.01 * exact.norm()
+
+
+def test_the_gradient_of_a_bias_is_summed_in_its_own_type():
+    layer = Linear(torch.randn(4, 3).bfloat16(), torch.zeros(4, requires_grad=True))
+    dy = torch.rand(1000, 4).bfloat16()
+    (gradient,) = torch.autograd.grad(linear(torch.randn(1000, 3).bfloat16(), layer), layer.bias, dy)
+    torch.testing.assert_close(gradient, dy.double().sum(0).float(), rtol=1e-5, atol=0.0)

@@ -63,6 +63,13 @@ def test_without_a_gradient_the_losses_are_the_same():
     torch.testing.assert_close(single, expected.detach())
 
 
+@ONE_CHUNK
+def test_the_losses_of_many_targets_are_added_up_in_float64():
+    hidden, weight, bias, labels = some_head(targets=5000, dtype=torch.float32, trained=False)
+    single = head_loss_per_target(hidden, weight, labels, bias=bias)
+    assert summed_head_loss(hidden, weight, labels, bias=bias) == single.double().sum() != single.sum().double()
+
+
 def test_very_unlikely_targets_keep_their_loss():
     hidden, weight, _, labels = some_head(bias=False, dtype=torch.float32)
     hidden = hidden.detach() * 500

@@ -116,6 +116,21 @@ def test_a_token_limit_counts_what_is_shared_once() -> None:
     assert sum(cut.num_tokens for cut in apart) == sum(map(len, rows))
 
 
+def test_rows_that_fill_a_microbatch_exactly_go_into_it() -> None:
+    rows = ids(*[list(range(start, start + 30)) for start in (0, 100, 200, 300)])
+    cuts = split_global_batch(rows, max_rows=16, max_tokens=60)
+    assert [(len(cut.rows), cut.num_tokens) for cut in cuts] == [(2, 60), (2, 60)]
+
+
+def test_a_microbatch_without_room_for_a_family_takes_a_later_row() -> None:
+    families = [
+        [[*range(a, a + 20), *range(b, b + tail)] for b in (a + 50, a + 80)] for a, tail in ((0, 18), (200, 16))
+    ]
+    rows = ids(list(range(400, 460)), *families[0], *families[1], list(range(500, 540)))
+    cuts = split_global_batch(rows, max_rows=3, max_tokens=200)
+    assert sorted(cut.rows for cut in cuts) == [[0, 3, 4], [1, 2, 5]]
+
+
 def test_where_tokens_decide_two_ranks_have_equal_work() -> None:
     batches = [seeded(rows=16, mean=180, seed=seed) for seed in range(20)]
     weights = [[cut.num_tokens for cut in split_global_batch(rows, max_rows=16, max_tokens=640)] for rows in batches]
