@@ -4,8 +4,10 @@ from torch.nn import functional
 
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExamples
+from finetune.engine.layout import pack
 from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
 from finetune.engine.padded import PaddedMicrobatch
+from finetune.engine.supported import unsupported_reason
 from tests.rounding import relative_difference
 from tests.tiny_models import build_tiny, tiny_examples, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
@@ -57,6 +59,19 @@ def test_loss_and_gradients_equal_the_models_own_forward(model, batch):
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     assert our_gradients.keys() == their_gradients.keys()
     assert relative_difference(our_gradients.values(), their_gradients.values()) <= 1e-5
+
+
+def test_the_temperature_divides_the_logits_and_so_the_bias_of_the_head(model, batch):
+    rows = list(tiny_examples(5))
+    if (bias := model.get_output_embeddings().bias) is not None:
+        torch.nn.init.normal_(bias)
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1]
+    nats = functional.cross_entropy((logits / 0.5).transpose(1, 2), batch.input_ids[:, 1:], reduction="none")
+    expected = nats[batch.is_target[:, 1:]]
+    torch.testing.assert_close(cross_entropy_per_target(model, batch, temperature=0.5).detach(), expected)
+    if unsupported_reason(model) is None:
+        torch.testing.assert_close(cross_entropy_per_target(model, pack(rows), temperature=0.5), expected)
 
 
 def test_a_row_has_the_same_loss_and_gradient_alone_and_padded(model):

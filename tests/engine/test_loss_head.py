@@ -7,7 +7,7 @@ from torch.nn import functional
 from finetune.data.batches import pad
 from finetune.engine import loss_head
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
+from finetune.engine.loss_head import chunks, head_loss_per_target, summed_head_loss
 from tests.rounding import relative_difference
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
@@ -169,3 +169,12 @@ def test_the_factor_of_a_bf16_gradient_is_not_rounded():
     (whole,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (part,) = torch.autograd.grad(loss / 771, hidden)  # 1 / 771 lies between two numbers of bf16
     assert part.equal((whole.double() / 771).bfloat16())
+
+
+@ONE_CHUNK
+def test_a_chunk_has_the_rows_that_fit_and_no_fewer_than_pay():
+    def sizes(rows, chunk_bytes):
+        return [len(range(rows)[chunk]) for chunk in chunks(torch.empty(rows, 1), 1000, chunk_bytes)]
+
+    assert sizes(700, 300 * 1000 * 4) == [300, 300, 100]
+    assert sizes(150, 0) == [100, 50]

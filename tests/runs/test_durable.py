@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import traceback
@@ -292,3 +293,21 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_succe
     assert order == [
         "sync .tmp-x/a.bin", "sync .tmp-x/b.json", f"sync .tmp-x/{MANIFEST}", "sync .tmp-x", "rename .tmp-x", "sync .",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_need_not_be_able_to_sync_a_folder(tmp_path, monkeypatch, error):
+    really_sync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(error, os.strerror(error))
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    if error == errno.EIO:  # that is a disk that fails
+        with pytest.raises(OSError, match=os.strerror(error)):
+            write(tmp_path / "x", NEW)
+    else:
+        write(tmp_path / "x", NEW)
+        assert content(tmp_path / "x") == NEW

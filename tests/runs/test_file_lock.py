@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from finetune.runs import file_lock as locks
-from finetune.runs.file_lock import describe_holder, file_lock, is_held, try_file_lock
+from finetune.runs.file_lock import describe_holder, file_lock, is_held, is_held_here, try_file_lock
 from tests.without_posix import locking
 
 AS_WINDOWS = "from tests.without_posix import lock_as_windows\nlock_as_windows()\n"
@@ -116,6 +117,44 @@ def test_no_other_user_may_lock_it_and_one_who_may_not_look_takes_it_for_held(tm
     finally:
         os.seteuid(user)
         os.umask(mask)
+
+
+def test_a_lock_is_held_here_while_its_holder_has_the_parent_that_started_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    assert not is_held_here(path)
+    with file_lock(path, waiting_for="it"):
+        written = path.read_text()
+        assert is_held_here(path)
+        holder = json.loads(written)
+        for other in ({"host": "elsewhere"}, {"parent": os.getpid()}, {"pid": os.getppid()}):
+            path.write_text(json.dumps(holder | other))
+            assert not is_held_here(path), other
+        path.write_text(written)
+        lost = tmp_path / "lost.lock"
+        path.rename(lost)
+        path.write_text(written)  # nobody holds this one
+        assert not is_held_here(path)
+        lost.replace(path)
+
+
+def test_a_long_wait_is_said_once_and_looks_twice_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    caplog.set_level(logging.INFO, "finetune.runs.file_lock")
+    path, now, pauses = tmp_path / "a.lock", [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(locks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    with file_lock(path, waiting_for="it"), pytest.raises(TimeoutError, match="after 30 s"):
+        file_lock(path, timeout_seconds=30, waiting_for="the data")
+    assert 30 <= now[0] < 30.5
+    assert max(pauses) == 0.5
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.process
