@@ -1,6 +1,7 @@
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +18,7 @@ from finetune.distributed.environment import read_environment
 from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.launch import _check_world, _refuse_what_mps_lacks, launch
 from finetune.distributed.runtime import Runtime
-from finetune.errors import ConfigError, DataError, LaunchError
+from finetune.errors import ConfigError, DataError, FinetuneError, LaunchError
 from finetune.fallbacks import Fallbacks
 from tests.launches import free_port, place_variables, reports_of
 
@@ -87,6 +88,30 @@ def test_alone_every_verb_answers_without_a_group():
         runtime.collectives.barrier()
         with pytest.raises(DataError, match="mine"):
             runtime.collectives.agree(DataError("mine"), "reading")
+
+
+def test_of_several_failing_ranks_the_first_is_named_and_equal_errors_are_reported_once(monkeypatch):
+    """Three ranks; this one is the last."""
+    context = ProcessContext(True, 2, 2, 3, torch.device("cpu"))
+    liveness = SimpleNamespace(context=context, collective=lambda activity: nullcontext())
+    own = []
+
+    def agree(error, *others):
+        monkeypatch.setattr(
+            "finetune.distributed.collectives.gather_object", lambda mine: own.extend(mine) or [*others, *mine]
+        )
+        with pytest.raises(FinetuneError) as raised:
+            Collectives(liveness).agree(error, "reading")
+        return raised.value
+
+    bad_row, bad_disk = (0, 2, "DataError: row 7"), (1, 4, "RunFailedError: the disk is full")
+    peer = agree(None, None, bad_disk)
+    assert (str(peer), peer.exit_code) == ("rank 1 failed during reading: RunFailedError: the disk is full", 4)
+    assert str(agree(None, bad_row, bad_disk)).startswith("rank 0 failed during reading: DataError: row 7")
+    assert agree(DataError("row 7"), bad_row, bad_disk).is_reported_elsewhere
+    assert not agree(DataError("row 8"), bad_row, None).is_reported_elsewhere
+    assert not agree(DataError("row 7"), None, None).is_reported_elsewhere, "this rank is the first"
+    assert own[-1] == (2, DataError.exit_code, "DataError: row 7")
 
 
 def test_the_gradient_norm_is_measured_and_clipped():

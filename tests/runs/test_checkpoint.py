@@ -3,6 +3,7 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from finetune.runs.checkpoints import commit_snapshot, prune, publish_adapter, s
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_model, encode_tokenizer, load_model
 from finetune.runs.state import TrainerState
-from finetune.runs.tensors import TensorFile, read_tensors
+from finetune.runs.tensors import TensorFile, read_tensors, shard_like
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
 
 SIZES = {
@@ -257,6 +258,24 @@ def test_tensors_of_every_kind_come_back_and_the_library_agrees(tmp_path):
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].float(), tensor.float())
+
+
+@pytest.mark.parametrize("num_rows", [3, 5, 8])
+def test_a_rank_reads_its_own_rows_of_a_weight_and_none_where_there_are_more_ranks_than_rows(num_rows):
+    from torch.distributed.tensor import Replicate, Shard
+
+    full, ranks = torch.arange(2.0 * num_rows).reshape(num_rows, 2), range(4)
+
+    def like(rank, placement):
+        mesh = SimpleNamespace(size=lambda axis: len(ranks), get_local_rank=lambda axis: rank)
+        return SimpleNamespace(to_local=None, placements=[placement], device_mesh=mesh)
+
+    shards = [shard_like(full, like(rank, Shard(0))) for rank in ranks]
+    assert torch.equal(torch.cat(shards), full)
+    expected = [min(num_rows, -(-num_rows // 4) * (rank + 1)) for rank in ranks]  # as torch.chunk and FSDP2 divide
+    assert [sum(map(len, shards[: rank + 1])) for rank in ranks] == expected
+    assert torch.equal(torch.cat([shard_like(full.T, like(rank, Shard(1))) for rank in ranks], dim=1), full.T)
+    assert shard_like(full, like(1, Replicate())) is full
 
 
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(folder, lora, package_log):
