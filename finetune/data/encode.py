@@ -159,8 +159,7 @@ def describe(splits: EncodedSplits) -> list[str]:
             f"{counted(int(examples.is_truncated.sum()), 'row')} truncated",
         ]
         lines.append(", ".join(facts))
-        empty = (examples.num_targets == 0).nonzero()[:, 0].tolist()
-        if empty:
+        if empty := (examples.num_targets == 0).nonzero()[:, 0].tolist():
             named = name_some(examples.source(index) for index in empty)
             lines.append(f"{name}: {counted(len(empty), 'row')} without a target token after truncation: {named}")
     return lines
@@ -295,7 +294,7 @@ def _part_of(parts: Sequence[Examples], encoded: Sequence[Mapping[Examples, Enco
         whole = rows[part.whole]
         chosen = None if part.choose is None else part.choose(whole.digests_of_examples())
         sides.append(whole if chosen is None else whole.select_examples(chosen))
-    return Part(tuple(sides), parts[0].label, parts[0].weight, parts[0].name)
+    return Part(tuple(sides), parts[0].label, parts[0].weight, parts[0].name, parts[0].reads == "prompts")
 
 
 def _write_rows(

@@ -372,6 +372,7 @@ class Part:
     weight: float = 1.0
     name: str = ""
     """The name of the source in a mixture."""
+    are_prompts: bool = False
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -236,14 +236,14 @@ def _apply(
     known = {"max_length": section.max_length, "longest": longest}
     num_rows = sum(map(len, parts))
     named = name_some(part.name_row(row) for part, row in found)
-    what = f"{_rows_of(parts)} {check.what.format(**known)}"
-    problem = f"{split}: {len(found):,} of {num_rows:,} {what}: {named}"
+    problem = f"{split}: {len(found):,} of {num_rows:,} {_rows_of(parts)} {check.what.format(**known)}: {named}"
     if action == "drop":
         _log.warning("%s. They are left out (data.%s=drop).", problem, check.key)
         return _without(parts, [~mask for mask in masks], split, check.key, check.advice.format(**known))
     message = f"{problem}: {check.so}. {check.advice.format(**known)}"
     drop = f"data.{check.key}=drop to leave these rows out" if len(found) < num_rows else ""
-    _warn_or_refuse(action, message, refused, drop, f"data.{check.key}=warn to keep them")
+    keep = "" if parts[0].are_prompts and check.advice == _RAISE_LENGTH else f"data.{check.key}=warn to keep them"
+    _warn_or_refuse(action, message, refused, drop, keep)
     return parts
 
 

@@ -78,6 +78,17 @@ def test_rows_without_a_target(make_section, write_jsonl):
     assert encode(section, on_no_target="warn").train.num_targets.tolist() == [3, 0]
 
 
+@pytest.mark.parametrize(("row", "key"), [(LONG_PROMPT, "on_no_target"), (LONG_ANSWER, "on_truncated_answer")])
+def test_prompts_that_are_cut_can_only_be_left_out(make_section, write_jsonl, row, key):
+    """`PromptRows` refuses them, so no advice may say to keep them."""
+    section = make_section(path=write_jsonl([SHORT, row]), max_length=10)
+    with pytest.raises(DataError, match=r"Raise data\.max_length") as caught:
+        encode_examples(load_examples(section, "prompts"), tiny_tokenizer(), section)
+    assert str(caught.value).endswith(f", or set data.{key}=drop to leave these rows out.")
+    left = section.model_copy(update={key: "drop"})
+    assert len(encode_examples(load_examples(left, "prompts"), tiny_tokenizer(), left).train) == 1
+
+
 def test_nothing_that_teaches_the_end_of_turn(make_section, write_jsonl, logged):
     section = make_section(path=write_jsonl([LONG_ANSWER] * 2), max_length=10, on_truncated_answer="warn")
     message = refusal(section)
