@@ -144,7 +144,17 @@ Set reward.functions and reward.weights: a run file does not import functions of
 Set rollout.max_turns: the answers in a conversation, one more than the calls. rollout.tools names the functions.
     max_tool_calling_iterations
 Set rollout.server to the address of a vLLM server. Without it, the run generates the answers itself.
-    use_vllm vllm_mode vllm_server_host vllm_server_port
+    use_vllm vllm_mode vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_model_impl
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_length vllm_enable_sleep_mode
+    vllm_structured_outputs_regex use_transformers_paged use_transformers_continuous_batching
+    transformers_continuous_batching_config cache_implementation ds3_gather_for_generation
+Set rollout.max_difference: a run ends if the server's log-probabilities differ from its own by more on average.
+    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap
+    vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max
+Set training.global_batch_size, the prompts of an optimizer step, and grpo.num_iterations, the steps on each answer.
+    generation_batch_size steps_per_generation
+Set validation.num_samples, the prompts of a validation. Each gets one answer.
+    num_generations_eval
 Set data.max_length, which counts a prompt and its answer together.
     max_prompt_length
 Set optim.min_learning_rate or optim.decay_steps.
@@ -209,6 +219,8 @@ Nothing to set: a run trains, validates and tests, and metrics.jsonl has every s
     log_level log_level_replica disable_tqdm skip_memory_metrics debug run_name include_for_metrics plot_loss
     wall_clock_breakdown dump_state do_train do_eval do_predict prediction_loss_only eval_do_concat_batches
     eval_use_gather_object eval_accumulation_steps batch_eval_metrics label_names average_tokens_across_devices
+Nothing to set: a run that learns from rewards records every answer and its rewards.
+    log_completions log_completions_hub_repo log_unique_prompts log_multimodal num_completions_to_print
 Nothing to set: training.on_nonfinite says what happens to a loss that is NaN or infinite.
     loss_watchdog_threshold loss_watchdog_patience
 Nothing to set: a checkpoint has all that resuming needs, adapter/ has the best weights, and no run is overwritten.
@@ -230,6 +242,12 @@ No counterpart: a warm-up that begins above 0. The rate rises from 0 in optim.wa
     scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio
 No counterpart: a base in 8 bits. Choose lora.quantize=nf4 (4 bits), or none.
     load_in_8bit
+No counterpart: answers are sampled with rollout.temperature, rollout.top_p and rollout.top_k.
+    min_p repetition_penalty do_sample generation_kwargs
+No counterpart: the loss of rewards has the settings grpo.* and no others.
+    delta entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy
+    top_entropy_quantile off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos use_bias_correction_kl
+    vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos multi_objective_aggregation cast_lm_head_to_fp32
 No counterpart: weights and optimizer stay on the devices. Use more devices, LoRA, or lora.quantize=nf4.
     zero_optimization.offload_optimizer zero_optimization.offload_param fsdp_config.offload_params
     fsdp_config.fsdp_offload_params

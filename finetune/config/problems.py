@@ -43,7 +43,9 @@ def unknown_key_problem(setting: Setting) -> str:
     group = setting.key[0]
     if group in GROUPS and not section_class(group):
         return f"{group} is not a section: the command line or a run file chooses configs/{group}/NAME.yaml with it."
-    return f"there is no such key. {did_you_mean_key(dotted) or _THERE}"
+    own = section_class(group) if len(setting.key) > 1 else None
+    there = f"{group} has: {', '.join(own.model_fields)}." if own else _THERE
+    return f"there is no such key. {did_you_mean_key(dotted) or there}"
 
 
 def value_problems(error: ValidationError, chosen: Settings) -> list[str]:

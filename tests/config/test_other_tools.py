@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from finetune.config.key_advice import did_you_mean_key
+from finetune.config.key_advice import OTHER_WORDS, did_you_mean_key
 from finetune.config.keys import fields
 from finetune.config.other_tools import KEYS, OUR_NAME, SENTENCES, VALUES
 
@@ -51,3 +51,35 @@ def test_each_name_is_answered():
         if last == name:
             answer = f"Did you mean {' or '.join(same) or ours}?" if same or ours in fields() else ours
             assert did_you_mean_key(f"parallel.{name}") == answer
+
+
+@pytest.mark.parametrize(
+    ("unknown", "keys"),
+    [
+        ("rollout.max_new_tokens", "rollout.max_completion_length"),
+        ("max_new_tokens", "validation.max_new_tokens or testing.max_new_tokens or rollout.max_completion_length"),
+        ("rollout.num_samples", "rollout.num_generations"),
+        ("rollout.max_length", "rollout.max_completion_length"),
+        ("training.learning_rat", "optim.learning_rate"),
+        ("optim.kl_coef", "grpo.beta"),
+        ("data.max_tokens", "data.max_length"),
+        ("training.random_seed", "seed"),
+        ("training.train_file", "data.train"),
+        ("trainig.max_stepz", "training.max_steps"),
+        ("rank", "parallel.rank or lora.r"),
+    ],
+)
+def test_common_words_lead_to_the_key_that_does_it(unknown, keys):
+    assert did_you_mean_key(unknown) == f"Did you mean {keys}?"
+
+
+@pytest.mark.parametrize("unknown", ["training.stop", "model.loggin", "data.kernel_of_truth", "lora.stop"])
+def test_a_section_in_common_makes_no_key_alike(unknown):
+    assert did_you_mean_key(unknown) == ""
+
+
+def test_common_words_name_nothing_that_is_known():
+    words = [word for words in OTHER_WORDS.values() for word in words.split()]
+    assert sorted(words) == sorted(set(words))
+    assert OTHER_WORDS.keys() <= fields().keys() | OUR_NAME.keys()
+    assert set(words) & (fields().keys() | OUR_NAME.keys()) == set()
