@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
+from finetune.data import row_checks
 from finetune.data.encode import encode_examples, encode_sides
 from finetune.data.encoded import EncodedExample, EncodedExamples, SplitsOf, digest_tensors
 from finetune.data.examples import load_examples
@@ -208,10 +209,31 @@ def encode_labelled(
     train = EncodedLabelled(encoded.train, examples.train.label, max_length=section.max_length)
     num_good = int(train.is_good.sum())
     _log.info("train: %s good and %s bad answers", f"{num_good:,}", f"{len(train) - num_good:,}")
+    if is_checked:
+        _warn_of_both_labels(train)
     if encoded.validation is None:
         return EncodedLabelledSplits(train=train)
     validation = EncodedLabelled(encoded.validation, "validation", max_length=section.max_length)
     return EncodedLabelledSplits(train=train, validation=validation)
+
+
+def _warn_of_both_labels(train: EncodedLabelled) -> None:
+    """Warn of rows that are labelled good and bad. Their gradients cancel each other."""
+    rows: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
+    for row, digest in enumerate(train.answers.digests(with_targets=True)):
+        rows[int(train.is_good[row])].setdefault(digest, row)
+    bad, good = rows
+    both = [(bad[digest], good[digest]) for digest in bad.keys() & good.keys()]
+    if both:
+        named = row_checks.name_some(
+            f"{train.answers.source(second)} is {train.answers.source(first)}"
+            for first, second in sorted(map(sorted, both))
+        )
+        logging.getLogger(row_checks.__name__).warning(  # where `finetune preview` looks for warnings
+            "train: %s of %s rows have the prompt and the answer of a row with the other label: %s. Remove one of the two: "
+            "the answer would be learned as good and as bad.",
+            *(f"{len(both):,}", f"{len(train):,}", named),
+        )
 
 
 def _prompt_length(is_target: torch.Tensor) -> int:

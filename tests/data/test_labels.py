@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from finetune.data.preferences import encode_preferences
+from finetune.data.preferences import encode_labelled, encode_preferences
 from finetune.errors import DataError
 from tests.data.conftest import encode_train, write_lines
 from tests.in_process import run_finetune
@@ -114,3 +115,17 @@ def test_a_check_leaves_out_both_sides_of_a_pair_or_keeps_them(make_section, wri
     assert dropped.chosen.numbers.tolist() == dropped.rejected.numbers.tolist() == [2, 4]
     kept = encode_preferences(section.model_copy(update={"on_truncated_answer": "warn"}), tiny_tokenizer()).train
     assert len(kept) == 4
+
+
+def test_an_answer_with_both_labels_is_named(make_section, write_jsonl, logged):
+    pairs = [("p1", True), ("p2", False), ("p1", False), ("p3", True), ("p2", False)]
+    content = [{"prompt": prompt, "completion": "yes", "label": label} for prompt, label in pairs]
+    section = make_section(path=write_jsonl(content))
+    encode_labelled(section, tiny_tokenizer())
+    (said,) = (line for line in logged() if "other label" in line)
+    assert re.search(
+        r"train: 1 of 5 rows have the prompt and the answer of a row with the other label: .*:3 is .*:1\. Remove one",
+        said,
+    )
+    encode_labelled(section, tiny_tokenizer(), is_checked=False)
+    assert sum("other label" in line for line in logged()) == 1

@@ -140,6 +140,11 @@ class PairsAndPrompts(Pairs):
 class LabelledAnswers(_Preferences):
     """KTO: make good answers more likely and bad ones less likely."""
 
+    no_gradient = (
+        "The good and the bad answers may be the same, or no answer differs from those to other prompts: see finetune "
+        f"preview. {Objective.no_gradient}"
+    )
+
     def encode(self, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_checked: bool) -> AnySplits:
         """Read and encode the rows with their labels."""
         return encode_labelled(self.config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
