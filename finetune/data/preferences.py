@@ -230,8 +230,8 @@ def _warn_of_both_labels(train: EncodedLabelled) -> None:
             for first, second in sorted(map(sorted, both))
         )
         logging.getLogger(row_checks.__name__).warning(  # where `finetune preview` looks for warnings
-            "train: %s of %s rows have the prompt and the answer of a row with the other label: %s. Remove one of the two: "
-            "the answer would be learned as good and as bad.",
+            "train: %s of %s rows have the prompt and the answer of a row with the other label: %s. Remove one of "
+            "the two: the answer would be learned as good and as bad.",
             *(f"{len(both):,}", f"{len(train):,}", named),
         )
 

@@ -202,13 +202,15 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
 
 
 def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
-    """Warn if the warm-up takes more than all steps, so that the peak learning rate is never reached."""
+    """Warn if the warm-up takes more than all steps, or if a rate that should fall in the last steps has only one."""
     if section.warmup_steps > num_steps:
         _log.warning(
             "optim.warmup_steps is %d, more than the steps of the run (%d): the learning rate never reaches %g",
-            section.warmup_steps,
-            num_steps,
-            section.learning_rate,
+            *(section.warmup_steps, num_steps, section.learning_rate),
+        )
+    elif section.schedule == "wsd" and (section.decay_steps or num_steps / 10) <= 1 < num_steps - section.warmup_steps:
+        _log.warning(
+            "optim.schedule=wsd never falls in a single step, which begins at the top; set optim.decay_steps=2"
         )
 
 

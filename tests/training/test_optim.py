@@ -159,3 +159,13 @@ def test_a_warmup_longer_than_the_run_is_said(caplog, monkeypatch, warmup_steps,
     warn_of_long_warmup(section(warmup_steps=warmup_steps), 10)
     assert [message.endswith("never reaches 0.1") for message in caplog.messages] == [True] * is_said
     assert (max(rates(10, warmup_steps=warmup_steps)) < 0.1) is is_said
+
+
+@pytest.mark.parametrize(("num_steps", "decay_steps"), [(10, None), (11, None), (10, 2), (30, 1), (30, 2), (1, None)])
+def test_a_rate_that_has_one_step_to_fall_in_never_falls_and_this_is_said(caplog, monkeypatch, num_steps, decay_steps):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    keys = {"schedule": "wsd", "decay_steps": decay_steps, "warmup_steps": 0}
+    warn_of_long_warmup(section(**keys), num_steps)
+    is_said = num_steps > 1 and rates(num_steps, **keys)[-1] == 0.1
+    assert [message.endswith("set optim.decay_steps=2") for message in caplog.messages] == [True] * is_said
+    assert num_steps == 1 or rates(num_steps, **keys | {"decay_steps": 2})[-1] < 0.1
