@@ -25,6 +25,7 @@ from finetune.cli.run_options import (
     TopKOption,
     TopPOption,
     log_as_this_rank,
+    read_seed_option,
     read_tools_option,
 )
 from finetune.errors import ConfigError, DataError
@@ -56,7 +57,7 @@ def chat(
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
@@ -72,7 +73,7 @@ def chat(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=seed,
+        seed=read_seed_option(seed, temperature, top_p, top_k),
     )
     log_as_this_rank(logging.WARNING)
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)

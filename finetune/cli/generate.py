@@ -29,6 +29,7 @@ from finetune.cli.run_options import (
     giving_back_logs,
     log_as_this_rank,
     read_run_arguments,
+    read_seed_option,
     read_tools_option,
     refuse_password,
 )
@@ -192,7 +193,7 @@ def generate_command(
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Prompts decoded together.", min=1)] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
@@ -218,7 +219,7 @@ def generate_command(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=seed,
+        seed=read_seed_option(seed, temperature, top_p, top_k),
     )
     log_as_this_rank(logging.WARNING)
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)

@@ -104,11 +104,18 @@ TopPOption = Annotated[
     float | None, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0)
 ]
 TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
-SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
+SeedOption = Annotated[int | None, typer.Option(help="Seed of the sampling. Default: 0.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DeviceOption = Annotated[
     str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
 ]
+
+
+def read_seed_option(seed: int | None, temperature: float | None, top_p: float | None, top_k: int | None) -> int:
+    """Return the seed of `--seed`. Refuse it without an option that samples, because greedy answers need no seed."""
+    sampling = {"--temperature": temperature, "--top-p": top_p, "--top-k": top_k}
+    OptionRules({"--seed": seed, **sampling}).need("--seed", *sampling)
+    return seed or 0
 
 
 def refuse_password(value: str | None) -> str | None:

@@ -39,7 +39,7 @@ def sweep_from_overrides(
             help="Compare by this metric of validations. Default: validation.loss, or checkpoint.best_metric."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws, not of the runs.", min=0)] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws, not of the runs. Default: 0.", min=0)] = None,
     halving: Annotated[
         int,
         typer.Option(
@@ -63,6 +63,12 @@ def sweep_from_overrides(
     refuse_several_processes("sweep")
     rules = OptionRules({"--report": report_only, "--only": only, "--retry-failed": retry_failed})
     rules.exclude("--report", "--only", "--retry-failed", because="--report starts no trial. Leave one of them out.")
+    if seed is not None and num_trials is None:
+        raise ConfigError(
+            f"--seed is {seed}. It is the seed with which --trials draws, and without --trials every combination is "
+            f"tried. Add --trials N, leave out --seed, or write seed={seed} for the seed of the runs."
+        )
+    seed = seed or 0
     if halving == 1:
         raise ConfigError("--halving is 1, but it is a factor: give 2 or more, or 0 to end no trial early.")
     same, space = read_space(overrides or [])

@@ -9,6 +9,7 @@ import pytest
 
 import finetune
 from finetune.cli.generate import generate_command as generate
+from finetune.cli.run_options import read_seed_option
 from finetune.errors import CheckpointError, ConfigError, DataError, ModelError
 
 PROMPTS = ["Please send 3 crates of oranges to Marta Ruiz in Porto by Friday", "Two pens.", "330 notebooks to Tamara"]
@@ -281,6 +282,14 @@ def test_a_setting_is_not_asked_as_a_prompt(asked, adapter_run, argument, instea
         with pytest.raises(DataError, match=f"prompt 1 is {argument}, which is a setting .* Write {instead}. If it is"):
             asked(adapter_run, [argument], **options)
     assert asked(adapter_run, ["x=5, y=6; x+y?"]).strip()
+
+
+@pytest.mark.parametrize("options", [{}, {"compare": True}])
+def test_a_seed_without_sampling_is_refused(asked, adapter_run, options):
+    with pytest.raises(ConfigError, match="--seed needs --temperature or --top-p or --top-k, which was not given"):
+        asked(adapter_run, ["a"], seed=0, **options)
+    assert read_seed_option(None, None, None, None) == 0
+    assert read_seed_option(3, None, None, 1) == 3
 
 
 def test_the_separator_of_a_table_of_prompts_can_be_set(asked, adapter_run, tmp_path):

@@ -73,7 +73,12 @@ def test_what_is_no_sweep_is_refused_with_all_problems():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("--only=3", "this sweep has the trials 1 to 2"), ("--halving=1", "give 2 or more")]
+    ("option", "message"),
+    [
+        ("--only=3", "this sweep has the trials 1 to 2"),
+        ("--halving=1", "give 2 or more"),
+        ("--seed=0", "write seed=0 for the seed"),
+    ],
 )
 def test_a_number_that_suits_no_sweep_is_refused_before_anything_is_read(option, message):
     assert message in run_finetune("sweep", "quickstart", "lora.r=4,8", option, code=2).errors
