@@ -75,7 +75,7 @@ def sweep_from_overrides(
     drawn = draw_trials(space, seed=seed, num_trials=num_trials)
     if only is not None and only > len(drawn):
         raise ConfigError(f"--only is {only}, but this sweep has the trials 1 to {len(drawn)}.")
-    config = _check(same, drawn, metric)
+    config = _check(same, drawn, metric, starts_trials=not report_only)
     same = [argument for argument in same if not argument.startswith("output_dir=")]
     if metric is not None:  # so that adapter/ has the weights by which the trial is judged
         same.append(f"checkpoint.best_metric={metric.removeprefix(_PREFIX)}")
@@ -95,7 +95,9 @@ def sweep_from_overrides(
     return RunFailedError.exit_code if chosen[0].state == "failed" else 0
 
 
-def _check(same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str | None) -> Config:
+def _check(
+    same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str | None, *, starts_trials: bool
+) -> Config:
     """Compose and check the configuration of every trial before the first one starts. Return the first trial's.
 
     Raises:
@@ -103,7 +105,9 @@ def _check(same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str 
     """
     from finetune.training.checks import check_paths
     from finetune.training.setup import check_config
+    from finetune.training.unread_keys import find_unread_keys
 
+    unread: list[dict[str, str]] = []
     configs: list[Config] = []
     problems: dict[str, list[str]] = {}
     validates: dict[str, bool] = {}
@@ -114,7 +118,8 @@ def _check(same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str 
             if metric is not None:
                 config = config.with_values({"checkpoint.best_metric": (metric.removeprefix(_PREFIX), "--metric")})
             check_paths(config)
-            check_config(config)  # knows which metrics its validations have
+            metrics = check_config(config).metrics  # knows which metrics its validations have
+            unread.append(find_unread_keys(config, values, has_metrics=bool(metrics), world_size=None))
             data = str(config.data)
             if data not in validates:
                 validates[data] = has_validation(config.data)
@@ -131,7 +136,35 @@ def _check(same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str 
         for problem, names in problems.items():
             lines.append(f"{problem} ({'all trials' if len(names) == len(drawn) else ', '.join(names)})")
         raise ConfigError("\n  ".join(lines))
+    if starts_trials:
+        _look_for_equal_trials(drawn, unread)
     return configs[0]
+
+
+def _look_for_equal_trials(drawn: Sequence[Mapping[str, str]], unread: Sequence[Mapping[str, str]]) -> None:
+    """Refuse a key that has no effect in any trial. Name the trials that differ only in keys without effect.
+
+    `unread` has the keys that each trial does not read, and why.
+
+    Raises:
+        ConfigError: names the keys, and why they have no effect.
+    """
+    for key in drawn[0]:
+        if all(key in of_trial for of_trial in unread):
+            reasons = " or ".join(dict.fromkeys(of_trial[key] for of_trial in unread))
+            raise ConfigError(
+                f"no trial was started: {key} has no effect in any of them, because {reasons}. Trials that differ only "
+                f"in it would be equal. Leave {key} out, or change that."
+            )
+    same: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for number, (values, of_trial) in enumerate(zip(drawn, unread, strict=True)):
+        read = tuple((key, value) for key, value in values.items() if key not in of_trial)
+        same.setdefault(read, []).append(number)
+    for numbers in same.values():
+        if len(numbers) > 1:
+            names = " and ".join(f"trial-{number + 1:03d}" for number in numbers)
+            why = "; ".join(f"{key}, because {why}" for key, why in unread[numbers[0]].items())
+            say(f"{names} will be equal. They differ only in a key without effect there: {why}")
 
 
 def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:

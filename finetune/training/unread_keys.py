@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -179,8 +179,17 @@ def describe_unread_keys(
 ) -> str:
     """Name the keys that have no effect in this run, all in one line. Empty if all have.
 
-    `chosen` has the keys that are set, and their values. `has_metrics` says whether validations measure generated
-    answers. `world_size` is None if the launch is not known.
+    `chosen` has the keys that are set, and their values. See `find_unread_keys`.
+    """
+    return _describe(config, chosen, find_unread_keys(config, chosen, has_metrics=has_metrics, world_size=world_size))
+
+
+def find_unread_keys(
+    config: Config, chosen: Iterable[str], *, has_metrics: bool, world_size: int | None
+) -> dict[str, str]:
+    """Return the keys among `chosen` that have no effect in this run, and why.
+
+    `has_metrics` says whether validations measure generated answers. `world_size` is None if the launch is not known.
     """
     unread: dict[str, str] = {}
     for key in chosen:
@@ -192,7 +201,7 @@ def describe_unread_keys(
             why = "one process trains alone"
         if why:
             unread[key] = why
-    return _describe(config, chosen, unread)
+    return unread
 
 
 def describe_missing_splits(config: Config, chosen: Mapping[str, object], splits: Any) -> str:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from finetune.cli.sweep import _look_for_equal_trials
 from finetune.errors import ConfigError
 from finetune.sweep.space import draw_trials, read_space, read_values
 from tests.in_process import run_finetune
@@ -82,3 +83,19 @@ def test_what_is_no_sweep_is_refused_with_all_problems():
 )
 def test_a_number_that_suits_no_sweep_is_refused_before_anything_is_read(option, message):
     assert message in run_finetune("sweep", "quickstart", "lora.r=4,8", option, code=2).errors
+
+
+def test_a_key_that_no_trial_reads_is_refused_before_the_first():
+    asked = ["quickstart", "lora.r=4,8", "training.method=full", "optim.learning_rate=1e-3,1e-4"]
+    refused = run_finetune("sweep", *asked, code=2).errors
+    assert "no trial was started: lora.r has no effect in any of them, because training.method is full." in refused
+
+
+def test_trials_that_differ_only_in_a_key_without_effect_are_named(capsys):
+    drawn = [{"lora.r": r, "training.method": method} for r in ("4", "8") for method in ("lora", "full")]
+    unread = [{"lora.r": "it is full"} if trial["training.method"] == "full" else {} for trial in drawn]
+    _look_for_equal_trials(drawn, unread)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith(
+        "trial-002 and trial-004 will be equal. They differ only in a key without effect there: lora.r,"
+    )
