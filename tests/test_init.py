@@ -87,6 +87,15 @@ def test_every_key_has_its_meaning():
     assert max(map(len, lines)) <= 130
 
 
+def test_a_key_without_effect_is_said_to_have_none():
+    text = printed("model=phi_tiny", "data=orders", "lora.r=4", "training.method=full", "lora.alpha=8")
+    lines = text.splitlines()
+    without = [lines[number + 1] for number, line in enumerate(lines) if line.startswith("# It has no effect")]
+    assert without == ["lora.r: 4", "lora.alpha: 8"]
+    assert "# It has no effect in this run: training.method is full." in lines
+    assert "no effect" not in printed("model=phi_tiny", "data=orders", "lora.r=4")
+
+
 def test_the_last_lines_name_the_commands_that_show_the_other_keys():
     assert run_finetune("init", "lora.r=4", "--file", "my run.yaml").returncode == 0
     lines = Path("my run.yaml").read_text(encoding="utf-8").splitlines()

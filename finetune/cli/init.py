@@ -360,6 +360,15 @@ def _group_files(overrides: Sequence[str]) -> dict[str, str]:
     return {group: pairs[group] for group in GROUPS if group in pairs and not is_path(group, pairs[group])}
 
 
+def _find_unread_keys(config: Config, chosen: Sequence[str]) -> dict[str, str]:
+    """Return the keys among `chosen` that the run will not read, and why. A model that is still open reads its own."""
+    from finetune.training.unread_keys import find_unread_keys
+
+    if config.model.path is None:
+        chosen = [key for key in chosen if not key.startswith("model.")]
+    return find_unread_keys(config, chosen, has_metrics=bool(config.validation.metrics), world_size=None)
+
+
 def _commented_run_file(
     config: Config,
     groups: Mapping[str, str],
@@ -380,6 +389,7 @@ def _commented_run_file(
     is_typed = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
     for_code = [f"{key}={json.dumps(given[key])}" for key in code_keys() if is_typed[key] and given[key]]
     is_set = {key: key in came_from or (is_typed[key] and key not in code_keys()) for key in given}
+    unread = _find_unread_keys(config, [key for key in given if is_set[key]])
     lines = [
         f"{TRAIN_WITH}{shlex.join([str(file), *for_code])}",
         "# Overrides after it win over this file: optim.learning_rate=1e-4",
@@ -396,6 +406,8 @@ def _commented_run_file(
     for key in filter(is_set.get, given):
         written = () if config.origin(key).startswith(COMMAND_LINE) else came_from.get(key, ())
         sources = [f"# Translated from {source}" for source in written]
+        if key in unread:
+            sources.append(f"# It has no effect in this run: {unread[key]}.")
         lines += ["", f"# {fields()[key].description}", *sources, f"{key}: {inline_yaml(given[key])}"]
     lines += ["", *notes[1]] if notes[1] else []
     if not is_full:
