@@ -91,7 +91,7 @@ def test_a_key_without_effect_is_said_to_have_none():
     text = printed("model=phi_tiny", "data=orders", "lora.r=4", "training.method=full", "lora.alpha=8")
     lines = text.splitlines()
     without = [lines[number + 1] for number, line in enumerate(lines) if line.startswith("# It has no effect")]
-    assert without == ["lora.r: 4", "lora.alpha: 8"]
+    assert without == ["lora.r: 4", "lora.alpha: 8.0"]
     assert "# It has no effect in this run: training.method is full." in lines
     assert "no effect" not in printed("model=phi_tiny", "data=orders", "lora.r=4")
 
