@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.config.config_files import local_path
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ROWS_AT_ONCE = 512
-"""Rows of a batch: one call of the template and of the tokenizer."""
+ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 1 << 23
+"""The largest batch: one call of the template and of the tokenizer. Each answer renders the turns before it again."""
 PAYS_FROM_CHARACTERS = 24_000_000
 """With less text, one process with the tokenizer's own threads is as fast: measured in docs/data.md."""
 MOST_PROCESSES = 16
@@ -184,8 +183,14 @@ def encode_rows(
 
     def batches() -> Iterator[list[Example]]:
         alike = (as_messages(example) if facts.row_type == "messages" else example for example in examples)
-        remaining = (row for example in alike for row in _to_encode(example, section.train_on))
-        while batch := list(islice(remaining, ROWS_AT_ONCE)):
+        batch, num_characters = list[Example](), 0
+        for row in (row for example in alike for row in _to_encode(example, section.train_on)):
+            batch.append(row)
+            num_characters += sum(map(len, row.contents)) * (1 + len(row.learnt))
+            if len(batch) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
+                yield batch
+                batch, num_characters = [], 0
+        if batch:
             yield batch
 
     def write(encoded: Iterable[Encoded]) -> RowProblems:
@@ -213,13 +218,12 @@ def encode_rows(
             f"data.max_length={section.max_length}; the longest row has {max(writer.full_lengths)} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
-    num_dropped = facts.num_dropped + problems.count
-    return facts._replace(read_as=facts.read_as + problems.describe(), num_dropped=num_dropped)
+    return facts._replace(read_as=facts.read_as + problems.describe(), num_dropped=facts.num_dropped + problems.count)
 
 
 def choose_processes(num_rows: int, characters: int, requested: int | None) -> int:
     """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
-    num_batches = ceil_div(num_rows, ROWS_AT_ONCE)
+    num_batches = max(ceil_div(num_rows, ROWS_AT_ONCE), characters // CHARACTERS_AT_ONCE)
     if requested is not None:
         return min(requested, num_batches)
     if num_batches < 2 or num_cores() < 2 or characters < PAYS_FROM_CHARACTERS:
@@ -233,7 +237,6 @@ class _Seen(NamedTuple):
     num_rows: int
     num_to_encode: int
     characters: int
-    """A lower limit: counting stops where several processes pay off."""
     facts: RowFacts
 
 
@@ -247,8 +250,7 @@ def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> 
         num_rows += 1
         for row in _to_encode(example, train_on):
             num_to_encode += 1
-            if characters < PAYS_FROM_CHARACTERS:
-                characters += sum(map(len, row.contents))
+            characters += sum(map(len, row.contents))
         if example.row_type == "messages":
             for key in template.ignored(Dialogue(example.messages, example.learnt, example.tools)):
                 count, first = ignored.get(describe_key(key), (0, example.number))
@@ -292,8 +294,7 @@ def _part_of(parts: Sequence[Examples], encoded: Sequence[Mapping[Examples, Enco
     sides = []
     for part, rows in zip(parts, encoded, strict=True):
         whole = rows[part.whole]
-        chosen = None if part.choose is None else part.choose(whole.digests_of_examples())
-        sides.append(whole if chosen is None else whole.select_examples(chosen))
+        sides.append(whole if part.choose is None else whole.select_examples(part.choose(whole.digests_of_examples())))
     return Part(tuple(sides), parts[0].label, parts[0].weight, parts[0].name, parts[0].reads == "prompts")
 
 

@@ -16,6 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.schema import DataSection
+from finetune.data import encode as encoding
 from finetune.data import parallel
 from finetune.data.encode import PAYS_FROM_CHARACTERS, ROWS_AT_ONCE, choose_processes, encode_examples
 from finetune.data.encoded import EncodedExamples
@@ -104,6 +105,24 @@ def test_a_process_that_is_lost_is_done_without_and_recorded_unless_the_run_is_s
         encode(strict, Fallbacks(strict=True), num_processes=2)
 
 
+def test_a_batch_of_long_rows_with_many_answers_has_fewer_rows(make_section, write_jsonl, monkeypatch):
+    """Each answer renders all turns before it again: 512 such rows took gigabytes."""
+    turns = [{"role": role, "content": "yes " * 25} for _ in range(4) for role in ("user", "assistant")]
+    section = make_section(path=write_jsonl([{"messages": turns}] * 10))
+    sizes: list[int] = []
+    encode_batch = encoding.encode_batch
+    monkeypatch.setattr(
+        encoding, "encode_batch", lambda batch, *rest: sizes.append(len(batch)) or encode_batch(batch, *rest)
+    )
+    encode(section)
+    assert sizes == [10]
+    monkeypatch.setattr(encoding, "CHARACTERS_AT_ONCE", 2 * 800 * 5)
+    split = section.model_copy(update={"cache_dir": f"{section.cache_dir}-split"})
+    encode(split)
+    assert sizes == [10, 3, 3, 3, 1]
+    assert cached_bytes(split) == cached_bytes(section)
+
+
 class OwnTokenizer(PreTrainedTokenizerFast):
     """A class that another process cannot import from transformers."""
 
@@ -143,7 +162,7 @@ def test_several_processes_are_taken_only_where_it_pays(monkeypatch):
     assert choose_processes(4096, PAYS_FROM_CHARACTERS, None) == 8
     assert choose_processes(1536, PAYS_FROM_CHARACTERS, None) == 3
     assert choose_processes(4096, PAYS_FROM_CHARACTERS // 2, None) == 1
-    assert choose_processes(100, PAYS_FROM_CHARACTERS, None) == 1
+    assert choose_processes(100, PAYS_FROM_CHARACTERS, None) == 2  # long rows make more than one batch
     assert choose_processes(4096, 4096, 3) == 3
     monkeypatch.setattr("finetune.data.encode.num_cores", lambda: 1)
     assert choose_processes(4096, PAYS_FROM_CHARACTERS, None) == 1
