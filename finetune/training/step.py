@@ -95,7 +95,7 @@ class StepResult(NamedTuple):
     num_computed: int = 0
     """Without padding; a shared token counts once."""
     num_preempted: int = 0
-    """Ranks that a signal preempted before this step; the same number on all ranks."""
+    """Ranks that a signal preempted before the end of this step's passes; the same number on all ranks."""
     not_finite: str = ""
     """The reason why the step made no update, the same on all ranks; empty if it made one."""
     rank_seconds: tuple[float, ...] = ()
@@ -171,20 +171,20 @@ def train_step(
     placement.sync_gradients(parameters)
     placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
-    over_ranks = _read_over_ranks(runtime, sums, placement.clip_grad_norm(parameters, settings.max_grad_norm), seconds)
-    loss, not_finite = over_ranks.loss / batch.num_targets, ""
-    if math.isfinite(loss) and not over_ranks.is_bad_norm:
+    totals = _read_over_ranks(runtime, sums, placement.clip_grad_norm(parameters, settings.max_grad_norm), seconds)
+    loss, not_finite = totals.loss / batch.num_targets, ""
+    if math.isfinite(loss) and not totals.is_bad_norm:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
     else:
         from finetune.training.nonfinite import refuse_broken_weights, why_not_finite
 
-        not_finite = why_not_finite(runtime, loss, own_loss=over_ranks.own_loss, grad_norm=over_ranks.grad_norm)
+        not_finite = why_not_finite(runtime, loss, own_loss=totals.own_loss, grad_norm=totals.grad_norm)
         refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
-    result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
-    metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
-    return result._replace(not_finite=not_finite, metrics=metrics, rank_seconds=over_ranks.rank_seconds)
+    result = StepResult(settings.step, loss, totals.grad_norm, settings.learning_rate, *batch[:3], totals.num_preempted)
+    metrics = _means(_names(compute), totals.metrics, batch.num_targets)
+    return result._replace(not_finite=not_finite, metrics=metrics, rank_seconds=totals.rank_seconds)
 
 
 def _seeded(
@@ -204,25 +204,19 @@ def _seeded(
 
 
 class _Counted(NamedTuple):
-    """Counts over all ranks for a global batch."""
+    """Counts over all ranks for a global batch. The first three are in `StepResult`."""
 
     num_targets: int
     num_tokens: int
     num_computed: int
     num_microbatches: int
-    num_preempted: int
     num_failed_beside: int
-
-    @property
-    def as_in_result(self) -> tuple[int, int, int, int]:
-        """The counts that `StepResult` has, in its order."""
-        return self.num_targets, self.num_tokens, self.num_computed, self.num_preempted
 
 
 def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], step: int) -> _Counted:
     """Count over all ranks. Collective.
 
-    The same collective tells all ranks, in the same step and at no cost, whether a rank was preempted or failed.
+    The same collective tells all ranks, in the same step and at no cost, whether a rank failed.
 
     Raises:
         DataError: see `train_step`.
@@ -232,8 +226,8 @@ def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], ste
         sum(getattr(microbatch, name) for _, microbatch in microbatches)
         for name in ("num_targets", "num_tokens", "num_computed")
     ]
-    flags = [int(runtime.stop_requests.is_on_this_rank), int(runtime.collectives.has_failed_beside)]
-    batch = _Counted(*map(int, runtime.collectives.sum([*counts, len(microbatches), *flags])))
+    has_failed = int(runtime.collectives.has_failed_beside)
+    batch = _Counted(*map(int, runtime.collectives.sum([*counts, len(microbatches), has_failed])))
     if batch.num_failed_beside:
         runtime.collectives.agree_on_failure_beside()
     if batch.num_targets == 0:
@@ -309,6 +303,7 @@ class _StepSums(NamedTuple):
     metrics: list[float]
     is_bad_norm: bool
     rank_seconds: tuple[float, ...]
+    num_preempted: int
     grad_norm: float
     own_loss: float
     """Of this rank."""
@@ -317,21 +312,22 @@ class _StepSums(NamedTuple):
 def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, seconds: float) -> _StepSums:
     """Add the sums of all ranks, collect the seconds of each, and read all that the host needs at once. Collective.
 
-    The norm may overflow on one device type and not on another, so the ranks decide together.
+    The norm may overflow on one device type and not on another, so the ranks decide together. A signal is counted here,
+    after the passes, so that a run ends after the step in which it comes.
     """
     norm = in_float64(norm).reshape(1)
     is_bad = norm.float().square().isfinite().logical_not().to(norm.dtype)  # Adam squares gradients in fp32
     of_ranks = sums.new_zeros(runtime.world_size if runtime.world_size > 1 else 0)
     of_ranks[runtime.rank : runtime.rank + 1].fill_(seconds)
-    read = runtime.collectives.sum_and_read(
-        {"loss": sums[:1], "is_bad_norm": is_bad, "metrics": sums[1:], "rank_seconds": of_ranks},
-        own={"grad_norm": norm, "own_loss": sums[:1]},
-    )
+    vectors = {"loss": sums[:1], "is_bad_norm": is_bad, "metrics": sums[1:], "rank_seconds": of_ranks}
+    vectors["num_preempted"] = torch.full_like(is_bad, runtime.stop_requests.is_on_this_rank)
+    read = runtime.collectives.sum_and_read(vectors, own={"grad_norm": norm, "own_loss": sums[:1]})
     return _StepSums(
         loss=read["loss"][0],
         metrics=read["metrics"],
         is_bad_norm=bool(read["is_bad_norm"][0]),
         rank_seconds=() if runtime.placement.needs_equal_microbatches else tuple(read["rank_seconds"]),
+        num_preempted=int(read["num_preempted"][0]),
         grad_norm=read["grad_norm"][0],
         own_loss=read["own_loss"][0],
     )
