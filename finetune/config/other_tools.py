@@ -258,6 +258,22 @@ No counterpart: adapters are LoRA, losses are those of training.objective, model
     ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau sync_ref_model ref_model_mixup_alpha
     ref_model_sync_steps router_aux_loss_coef disable_dropout use_dft_loss parallelism_config plugins
     context_parallel_size sequence_parallel_degree tensor_parallel_size expert_parallel_size
+No counterpart: answers are drawn with rollout.temperature, top_p and top_k, and their loss has the keys of grpo.
+    min_p repetition_penalty generation_kwargs delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos
+    vespo_lambda_pos vespo_k_neg vespo_lambda_neg multi_objective_aggregation top_entropy_quantile entropy_coef
+    use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
+    generation_batch_size steps_per_generation num_generations_eval
+No counterpart: the divergence that grpo.beta weighs is not multiplied by the ratio of a token, as TRL does by default.
+    use_bias_correction_kl
+Nothing to set: a run generates answers in its own way, with the weights in their precision, and records all of them.
+    cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation use_transformers_continuous_batching
+    transformers_continuous_batching_config use_transformers_paged log_completions log_multimodal
+    num_completions_to_print log_unique_prompts log_completions_hub_repo
+Nothing to set: `vllm serve` gets the options of the server, and a run compares the server's log-probabilities.
+    vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_timeout vllm_group_port
+    vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction
+    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_cap
 """
 """The names elsewhere, indented, of what is no key here. The sentence above them says what to do instead."""
 

@@ -309,10 +309,10 @@ def _translate(setting: Setting, translation: Translation) -> None:
     meaning = OUR_NAME.get(name, "")
     shown = f"{inline_yaml(setting.dotted)}: {_shown(setting)}"
     values: dict[str, Any] = {}
-    if not name:
-        sentence, shown = UNKNOWN, f"{shown}  {did_you_mean(setting.dotted, OUR_NAME, _TYPING_ERROR)}".rstrip()
-    elif value is None and not setting.origin.endswith(translation.tool) and name not in ("adapter", "max_length"):
+    if value is None and not setting.origin.endswith(translation.tool) and name not in ("adapter", "max_length"):
         sentence = _EMPTY
+    elif not name:
+        sentence, shown = UNKNOWN, f"{shown}  {did_you_mean(setting.dotted, OUR_NAME, _TYPING_ERROR)}".rstrip()
     elif value == "auto" and name not in ("bf16", "packing"):
         sentence = f"{NOTHING}: auto."
     elif (name, value) == ("mix_strategy", "concat"):
@@ -321,6 +321,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
         values, sentence = ({meaning: value}, "") if takes(meaning, dict) else ({}, f"Set {meaning}.")
     elif " " in meaning and (rest or name not in ("gradient_accumulation_steps", "beta", "loss_type")):
         is_off = value in (False, 0, "", "no", "none", [], {}, *_PLACEHOLDERS) and not meaning.startswith(NOTHING)
+        is_off |= name.startswith("vllm_") and translation.values.get("use_vllm") is False
         sentence = OFF if is_off else meaning
     else:
         try:
@@ -421,7 +422,9 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             if not isinstance(value, int) or not isinstance(batch, int):
                 return {}, OUR_NAME[name]
             note = "training.global_batch_size counts the examples of all processes, and is set for one."
-            return {"training.global_batch_size": value * batch}, f"{note} For N processes, set N times as many."
+            group = source.first("num_generations") or 1  # TRL counts answers, and global_batch_size prompts
+            examples = value * batch // (1 if value * batch % group else group)
+            return {"training.global_batch_size": examples}, f"{note} For N processes, set N times as many."
         case "max_steps" if value in (-1, 0):
             return {}, OFF
         case "use_peft" if source.is_full is None:
@@ -436,8 +439,12 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
         case "lora_alpha" if value is None:  # the default of LLaMA-Factory
             return {"lora.alpha": 2 * source.values["lora_rank"]}, ""
         case "num_generations":
-            note = f"training.batch_size and training.global_batch_size count prompts here: divide them by {value}."
-            return {"rollout.num_generations": value, "training.objective": "grpo"}, note
+            batch = source.first("per_device_train_batch_size", "micro_batch_size")
+            keys = {"rollout.num_generations": value, "training.objective": "grpo"}
+            answers = batch * (source.first("gradient_accumulation_steps") or 1) if isinstance(batch, int) else 1
+            if not value or answers % value:
+                return keys, f"training.global_batch_size counts prompts here, not answers: divide it by {value}."
+            return keys | {"training.global_batch_size": answers // value}, ""
         case "loss_type" if not source.facts.generates_answers:  # of TRL
             loss = value[0] if isinstance(value, list) and len(value) == 1 else value  # several are a weighted sum
             ours = _choices("training.objective").get(str(loss))

@@ -363,22 +363,38 @@ def test_what_no_change_makes_acceptable_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
+    ("text", "prompts"),
     [
-        (f"{ADAPTS}rl: grpo\ntrl: {{beta: 0.04, num_generations: 4, loss_type: dr_grpo, reward_funcs: [f.g]}}\n", 4),
-        ("beta: 0.04\nloss_type: dr_grpo\nnum_generations: 4\nepsilon_high: 0.3\nlearning_rate: 1.0e-5\n", 4),
+        (f"{ADAPTS}rl: grpo\ntrl: {{beta: 0.04, num_generations: 4, loss_type: dr_grpo, reward_funcs: [f.g]}}\n", None),
+        ("beta: 0.04\nloss_type: dr_grpo\nnum_generations: 4\nepsilon_high: 0.3\nlearning_rate: 1.0e-5\n", 2),
     ],
     ids=["axolotl", "TRL"],
 )
-def test_learning_from_rewards_is_translated(text, number):
+def test_learning_from_rewards_is_translated(text, prompts):
     Path("other.yaml").write_text(text, encoding="utf-8")
     Path("mine.yaml").write_text(translated("other.yaml"), encoding="utf-8")
     config = accepted("mine.yaml")
-    assert (config.training.objective, config.rollout.num_generations) == ("grpo", number)
+    assert (config.training.objective, config.rollout.num_generations) == ("grpo", 4)
+    assert config.training.global_batch_size == prompts
     assert (config.grpo.beta, config.grpo.loss_type) == (0.04, "dr_grpo")
     written = Path("mine.yaml").read_text(encoding="utf-8")
     assert written.count("# DECIDE: Set reward.functions") == 1
-    assert "count prompts here: divide" in written
+    assert ("counts prompts here, not answers: divide" in written) == (prompts is None)
+
+
+@pytest.mark.parametrize(("accumulation", "prompts"), [(1, 2), (2, 4)])
+def test_the_answers_of_a_batch_of_trl_become_prompts(accumulation, prompts):
+    written = (
+        f"num_generations: 4\nper_device_train_batch_size: 8\ngradient_accumulation_steps: {accumulation}\n"
+        "learning_rate: 1.0e-5\nuse_vllm: false\nvllm_mode: colocate\ntop_entropy_quantile: 1.0\nmin_p: null\n"
+    )
+    Path("other.yaml").write_text(written, encoding="utf-8")
+    text = translated("other.yaml")
+    Path("mine.yaml").write_text(text, encoding="utf-8")
+    training = accepted("mine.yaml").training
+    assert (training.batch_size, training.global_batch_size) == (8, prompts)
+    assert "UNKNOWN" not in text
+    assert "rollout.server" not in text
 
 
 def test_an_override_says_which_loss_a_value_of_trl_belongs_to():
