@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -240,6 +241,19 @@ def test_a_removed_current_folder_is_a_mistake_and_no_bug(words, tmp_path, monke
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert_is_one_message(run_finetune(*words.split()), "the current folder was removed")
+
+
+def test_no_folder_for_temporary_files_is_a_mistake_and_no_bug(capsys, monkeypatch):
+    def imports(*args, **options):
+        monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/tmp-of-nobody"])
+        monkeypatch.setattr("tempfile.tempdir", None)
+        tempfile.gettempdir()
+
+    monkeypatch.setattr("finetune.cli.commands.app", imports)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "quickstart"])
+    assert ended.value.code == 2
+    assert "Set TMPDIR to a folder that can be written" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_start_up_file_that_cannot_take_the_completion_is_a_mistake_and_no_bug(capsys, monkeypatch):

@@ -78,6 +78,8 @@ def _end(error: BaseException, trains: bool) -> NoReturn:
     """Print the error once, and exit with its code."""
     if isinstance(error, OSError) and "--install-completion" in sys.argv:
         error = ConfigError(f"{error}. `finetune --show-completion` prints it, for another file that your shell reads.")
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        error = LaunchError(f"{error.strerror}. Set TMPDIR to a folder that can be written, or mount a tmpfs on /tmp.")
     if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
             sys.excepthook(type(error), error, error.__traceback__)

@@ -139,6 +139,8 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     hint = PATH_INSTEAD.get(group, "")
     if group == RUN_FILES and path_exists(name):
         hint = f"For rows write data={name}, for a model model={name}."
+    if group == RUN_FILES and (name == "-" or name.startswith("/dev/")):
+        hint = "A run file is not read from a pipe: write it to a file that ends in .yaml."
     if group == RUN_FILES and (override := override_like(name)):
         hint = f"Did you mean {override}?"
     there = f"There is: {', '.join(sorted(files))}." if files else ""

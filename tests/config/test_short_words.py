@@ -59,6 +59,8 @@ def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write):
     assert "data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID" in problem
     assert "Did you mean phi4_mini? For a model of your own write model=./FOLDER" in problem_of("model=phi4_minni")
     assert "For rows write data=chats.jsonl, for a model model=chats.jsonl." in problem_of("run=chats.jsonl")
+    for pipe in ("-", "/dev/stdin"):
+        assert "A run file is not read from a pipe" in problem_of(f"run={pipe}")
 
 
 def test_a_path_wins_over_group_files_and_gives_way_to_the_key(write):
