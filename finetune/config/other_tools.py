@@ -144,10 +144,7 @@ Set reward.functions and reward.weights: a run file does not import functions of
 Set rollout.max_turns: the answers in a conversation, one more than the calls. rollout.tools names the functions.
     max_tool_calling_iterations
 Set rollout.server to the address of a vLLM server. Without it, the run generates the answers itself.
-    use_vllm vllm_mode vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_model_impl
-    vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_length vllm_enable_sleep_mode
-    vllm_structured_outputs_regex use_transformers_paged use_transformers_continuous_batching
-    transformers_continuous_batching_config cache_implementation ds3_gather_for_generation
+    use_vllm vllm_mode vllm_server_host vllm_server_port
 Set rollout.max_difference: a run ends if the server's log-probabilities differ from its own by more on average.
     vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap
     vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max
@@ -219,8 +216,6 @@ Nothing to set: a run trains, validates and tests, and metrics.jsonl has every s
     log_level log_level_replica disable_tqdm skip_memory_metrics debug run_name include_for_metrics plot_loss
     wall_clock_breakdown dump_state do_train do_eval do_predict prediction_loss_only eval_do_concat_batches
     eval_use_gather_object eval_accumulation_steps batch_eval_metrics label_names average_tokens_across_devices
-Nothing to set: a run that learns from rewards records every answer and its rewards.
-    log_completions log_completions_hub_repo log_unique_prompts log_multimodal num_completions_to_print
 Nothing to set: training.on_nonfinite says what happens to a loss that is NaN or infinite.
     loss_watchdog_threshold loss_watchdog_patience
 Nothing to set: a checkpoint has all that resuming needs, adapter/ has the best weights, and no run is overwritten.
@@ -242,12 +237,6 @@ No counterpart: a warm-up that begins above 0. The rate rises from 0 in optim.wa
     scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio
 No counterpart: a base in 8 bits. Choose lora.quantize=nf4 (4 bits), or none.
     load_in_8bit
-No counterpart: answers are sampled with rollout.temperature, rollout.top_p and rollout.top_k.
-    min_p repetition_penalty do_sample generation_kwargs
-No counterpart: the loss of rewards has the settings grpo.* and no others.
-    delta entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy
-    top_entropy_quantile off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos use_bias_correction_kl
-    vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos multi_objective_aggregation cast_lm_head_to_fp32
 No counterpart: weights and optimizer stay on the devices. Use more devices, LoRA, or lora.quantize=nf4.
     zero_optimization.offload_optimizer zero_optimization.offload_param fsdp_config.offload_params
     fsdp_config.fsdp_offload_params
@@ -258,22 +247,21 @@ No counterpart: adapters are LoRA, losses are those of training.objective, model
     ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau sync_ref_model ref_model_mixup_alpha
     ref_model_sync_steps router_aux_loss_coef disable_dropout use_dft_loss parallelism_config plugins
     context_parallel_size sequence_parallel_degree tensor_parallel_size expert_parallel_size
-No counterpart: answers are drawn with rollout.temperature, top_p and top_k, and their loss has the keys of grpo.
-    min_p repetition_penalty generation_kwargs delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos
-    vespo_lambda_pos vespo_k_neg vespo_lambda_neg multi_objective_aggregation top_entropy_quantile entropy_coef
-    use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
-    generation_batch_size steps_per_generation num_generations_eval
+No counterpart: answers are sampled with rollout.temperature, rollout.top_p and rollout.top_k.
+    min_p repetition_penalty do_sample generation_kwargs
+No counterpart: the loss of rewards has the settings grpo.* and no others.
+    delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
+    multi_objective_aggregation top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min
+    entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 No counterpart: the divergence that grpo.beta weighs is not multiplied by the ratio of a token, as TRL does by default.
     use_bias_correction_kl
 Nothing to set: a run generates answers in its own way, with the weights in their precision, and records all of them.
     cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation use_transformers_continuous_batching
     transformers_continuous_batching_config use_transformers_paged log_completions log_multimodal
     num_completions_to_print log_unique_prompts log_completions_hub_repo
-Nothing to set: `vllm serve` gets the options of the server, and a run compares the server's log-probabilities.
+Nothing to set: `vllm serve` gets the options of the server.
     vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_timeout vllm_group_port
-    vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction
-    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-    vllm_importance_sampling_cap
+    vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
 """
 """The names elsewhere, indented, of what is no key here. The sentence above them says what to do instead."""
 
