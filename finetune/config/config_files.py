@@ -131,18 +131,14 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     if group == RUN_FILES and path_exists(f"{name}/run.json", is_file=True):
         problems.append(f"{choice}: this run has no {SAVED_CONFIG} any more. Restore it from a copy.")
         return None
-    from finetune.config.key_advice import closest
+    from finetune.config.key_advice import advise_on_run_file, closest
 
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
     stems = {SUFFIXES_OF_ROWS.sub("", candidate): candidate for candidate in [*here, *files]}  # else all are alike
     hint = PATH_INSTEAD.get(group, "")
-    if group == RUN_FILES and path_exists(name):
-        hint = f"For rows write data={name}, for a model model={name}."
-    if group == RUN_FILES and (name == "-" or name.startswith("/dev/")):
-        hint = "A run file is not read from a pipe: write it to a file that ends in .yaml."
-    if group == RUN_FILES and (override := override_like(name)):
-        hint = f"Did you mean {override}?"
+    if group == RUN_FILES:
+        hint = advise_on_run_file(name, exists=path_exists(name), override=override_like(name))
     there = f"There is: {', '.join(sorted(files))}." if files else ""
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
     if group in (*PATH_INSTEAD, RUN_FILES) and not path_exists(name):

@@ -114,6 +114,18 @@ def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
 
 
+def advise_on_run_file(name: str, *, exists: bool, override: str) -> str:
+    """Say what to write for an argument that names no run file. Empty if nothing is known.
+
+    `exists` says whether it is a path that exists, and `override` is the one that chooses a file of this name.
+    """
+    if override:
+        return f"Did you mean {override}?"
+    if name == "-" or name.startswith("/dev/"):
+        return "A run file is not read from a pipe: write it to a file that ends in .yaml."
+    return f"For rows write data={name}, for a model model={name}." if exists else ""
+
+
 def did_you_mean_key(dotted: str) -> str:
     """Suggest a key in place of an unknown one, or say what to do instead.
 
