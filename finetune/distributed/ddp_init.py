@@ -87,14 +87,7 @@ def initialize_ddp(
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     try:
         return join_ranks(
-            _world,
-            environment,
-            chosen,
-            own_device,
-            timeout,
-            flag=flag,
-            shares_gpus=shares_gpus,
-            fallbacks=fallbacks,
+            _world, environment, chosen, own_device, timeout, flag=flag, shares_gpus=shares_gpus, fallbacks=fallbacks
         )
     except BaseException:
         cleanup_ddp()

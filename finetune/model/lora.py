@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 OF_AN_ADAPTER = (".lora_", ".trainable_tokens_", ".modules_to_save.")
 """Parts of the names of PEFT's own weights."""
 _VALUES_OF_AN_END = 256
+_NOT_OF_A_FORWARD = ("_token_id", "_or_path", "dtype", "quantization_config", "_version", "use_cache", "vocab_size")
 
 
 def add_lora(
@@ -137,6 +139,12 @@ def fingerprint_base(model: torch.nn.Module, section: LoraSection) -> str:
             ends = torch.cat([values[:_VALUES_OF_AN_END], values[-_VALUES_OF_AN_END:]]).cpu().view(torch.uint8)
             digest.update(f"{name} {weight.dtype} {list(weight.shape)} ".encode() + ends.numpy().tobytes())
     return digest.hexdigest()
+
+
+def describe_architecture(model: torch.nn.Module) -> str:
+    """Return the model's configuration as JSON, without values that no forward depends on or that the weights tell."""
+    values = {name: value for name, value in model.config.to_dict().items() if not name.endswith(_NOT_OF_A_FORWARD)}
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 def without_adapter(model: Any) -> PreTrainedModel:

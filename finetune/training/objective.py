@@ -59,11 +59,13 @@ class Objective:
         metrics: the names of the metrics that a validation measures beside loss and `validation.metrics`.
         no_gradient: says why the gradient may be zero, and what to do. It ends without a full stop.
         may_lack_gradient: whether the first steps of a good run may have no gradient.
+        fingerprints: digests of what the loss depends on beside tokens. A resumed run must have the same.
     """
 
     metrics: tuple[str, ...] = ()
     no_gradient = "Look for a layer, a hook or a script that detaches the loss from the trained weights"
     may_lack_gradient = False
+    fingerprints: Mapping[str, str] = {}
 
     def __init__(self, config: Config) -> None:
         self.config = config

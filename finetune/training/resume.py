@@ -22,7 +22,7 @@ from finetune.config.saved import is_same_path
 from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.comparison import differing, effects_that_count, is_allowed
-from finetune.runs.record import SPLITS, digest_of
+from finetune.runs.record import SPLITS, digest_of, read_versions
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 _ROWS = OnResume("rows", "the encoded rows, which the files, the chat template and the tokenizer decide")
+_COLUMNS = OnResume("rows", "the columns of the rows, which reward functions or the environment get")
 _BASE = OnResume("always", "the model that is trained")
 _CODE = {
     "loss": OnResume("always", "the loss function of the script"),
@@ -54,6 +55,8 @@ _CODE_OF_KEYS = {
 """Functions that a key names, in a file or an installed module."""
 _CODE_KEYS = {"loss": "training.objective", "optimizer": "optim.optimizer"}
 """The keys by which `resume.allow` accepts other code."""
+_ADAPTED_LAYERS = {f"lora.{name}" for name in ("target_modules", "layers", "init", "new_tokens", "modules_to_save")}
+"""Keys that decide which weights of the base are under an adapter, and so the digest of the base."""
 _OWN_TO_EACH_START = ("resume", "resume_allow")
 _MAX_SHOWN = 60
 
@@ -78,10 +81,12 @@ def accepted_changes(
     fingerprints: Mapping[str, str],
     former: Mapping[str, str] = MappingProxyType({}),
     refuse_misfit: Callable[[Path], None] = lambda checkpoint: None,
+    precision: str | None = None,
 ) -> list[dict[str, str]]:
     """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
 
-    `former` are fingerprints of the same code as earlier versions recorded them.
+    `former` are fingerprints of the same code as earlier versions recorded them. `precision` is the one that this start
+    computes in, whatever `training.precision` says.
 
     Called before config.yaml and run.json are overwritten, on the main process, if the run resumes and has checkpoints.
     A CheckpointError lists every difference that changes the curve and is not allowed. `refuse_misfit` raises one for a
@@ -94,8 +99,9 @@ def accepted_changes(
     if before is None:
         _log.warning("%s, so nothing in it could be compared with this start", run.why_no_config)
     differences = _differences(before, config, recorded_paths(folder.path)) if before else []
-    rows = _other_rows(folder, start, fingerprints)
+    rows = _other_rows(run, folder, start, fingerprints)
     counting = effects_that_count(before or config, config, has_same_rows=rows == [])
+    differences = _with_computed_precision(differences, run.record.get("precision"), precision, config)
     matters = [difference for difference in differences if difference.effect.matters in counting] + (rows or [])
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints, former)
     newest = newest_valid(folder) if matters else None
@@ -107,13 +113,16 @@ def accepted_changes(
             "here on, the reference is the model that the run started from, so losses before and after this step are "
             "not comparable"
         )
-    if refused := [difference for difference in matters if not is_allowed(difference.key, config.resume_allow)]:
-        raise CheckpointError(_refusal(folder, refused))
+    # With another adapter, the digest of the base tells nothing unless the checkpoint fits.
+    is_adapter_changed = any(difference.key in _ADAPTED_LAYERS for difference in matters)
+    certain = [difference for difference in matters if not (is_adapter_changed and difference.effect is _BASE)]
+    _refuse_unless_allowed(folder, certain, config)
     if newest is not None:
         try:
             refuse_misfit(newest)
         except CheckpointError as error:
-            raise CheckpointError(_refusal(folder, matters, misfit=error)) from error
+            raise CheckpointError(_refusal(folder, certain, misfit=error)) from error
+    _refuse_unless_allowed(folder, matters, config)
     if harmless := [
         str(difference)
         for difference in differences
@@ -209,26 +218,53 @@ def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> li
     ]
 
 
-def _other_rows(folder: RunFolder, start: Mapping[str, Any] | None, now: Mapping[str, str]) -> list[_Difference] | None:
-    """Return the splits whose rows have changed; None, with a warning, where run.json does not record them."""
+def _with_computed_precision(
+    differences: Sequence[_Difference], before: object, now: str | None, config: Config
+) -> list[_Difference]:
+    """Compare the precisions of the two starts instead of the key, because the device decides what `auto` means."""
+    key = "training.precision"
+    if not isinstance(before, str) or now is None:  # the record is of an earlier version
+        return list(differences)
+    others = [difference for difference in differences if difference.key != key]
+    origin = "auto on this device" if config.training.precision == "auto" else config.origin(key)
+    return others if before == now else [*others, _Difference(key, before, now, origin, on_resume(key))]
+
+
+def _other_rows(
+    run: RecordedRun, folder: RunFolder, start: Mapping[str, Any] | None, now: Mapping[str, str]
+) -> list[_Difference] | None:
+    """Return the splits whose rows have changed; None, with a warning, where run.json does not record them.
+
+    Reward functions also get columns that are no tokens, so these are compared if the tokens are the same.
+    """
     if start is None:
         _log.warning("%s does not record the rows of the start, so they could not be compared", folder.record_file)
         return None
     before = start["rows"]
-    return [
+    changed = [
         _Difference("data", _digest(before.get(split)), _digest(now.get(split)), split, _ROWS)
         for split in SPLITS
         if before.get(split) != now.get(split)
     ]
+    columns = [fingerprints.get("columns") for fingerprints in (run.part("fingerprints"), now)]
+    if changed or None in columns or columns[0] == columns[1]:
+        return changed
+    return [_Difference("data", *map(_digest, columns), origin="all columns", effect=_COLUMNS)]
 
 
 def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
-    """Return whether the weights of the base have changed, if both starts have a base to train an adapter on."""
-    both = [fingerprints.get("base") for fingerprints in (run.part("fingerprints"), now)]
-    if None in both or both[0] == both[1]:
-        return []
-    before, after = (f"weights {str(digest)[:12]}" for digest in both)
-    return [_Difference("model", before, after, "the base itself", _BASE)]
+    """Return what has changed of the base: its weights, if both starts train an adapter on them, or its config.json.
+
+    Another version of transformers may read the same config.json in another way.
+    """
+    names = {"base": "weights"}
+    if run.part("versions").get("transformers") == read_versions().get("transformers"):
+        names["model_config"] = "config"
+    return [
+        _Difference("model", *(f"{names[name]} {str(digest)[:12]}" for digest in both), "the base itself", _BASE)
+        for name, both in differing([run.part("fingerprints"), now])
+        if name in names and None not in both
+    ]
 
 
 def _other_code(run: RecordedRun, now: Mapping[str, str], former: Mapping[str, str]) -> list[_Difference]:
@@ -243,6 +279,11 @@ def _other_code(run: RecordedRun, now: Mapping[str, str], former: Mapping[str, s
         for name, effect in _CODE.items()
         if before.get(name) not in (now.get(name), former.get(name, now.get(name)))
     ]
+
+
+def _refuse_unless_allowed(folder: RunFolder, differences: Sequence[_Difference], config: Config) -> None:
+    if refused := [difference for difference in differences if not is_allowed(difference.key, config.resume_allow)]:
+        raise CheckpointError(_refusal(folder, refused))
 
 
 def _refusal(folder: RunFolder, refused: Sequence[_Difference], misfit: CheckpointError | None = None) -> str:
@@ -279,4 +320,5 @@ def short_texts(before: object, now: object) -> tuple[str, str]:
 
 
 def _digest(value: object) -> str:
-    return f"rows {value[:12]}" if isinstance(value, str) else "none"
+    """Shorten the digest of some rows. Pairs have one for each side, and labelled rows one for their labels."""
+    return f"rows {'/'.join(part[:12] for part in value.split('/'))}" if isinstance(value, str) else "none"

@@ -19,7 +19,7 @@ from finetune.engine.fused import is_fused
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
 from finetune.model.base import checkpoint_gradients, states_in_4_bits
-from finetune.model.lora import fingerprint_base, without_adapter
+from finetune.model.lora import describe_architecture, fingerprint_base, without_adapter
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
@@ -28,7 +28,7 @@ from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_settings, named_splits, raw_digests, sometimes_read
 from finetune.training.forward import Computation, Forward, agree_on_forward, mention_bf16
 from finetune.training.hooks import Hooks
-from finetune.training.loaders import global_batch_size
+from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.objective import Objective, Setup, objective_of
 from finetune.training.optim import build_optimizer
@@ -220,12 +220,7 @@ def _check(
 
 
 def _open(
-    runtime: Runtime,
-    checked: _Checked,
-    folder: RunFolder,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    hooks: Hooks,
+    runtime: Runtime, checked: _Checked, folder: RunFolder, model: Any, tokenizer: PreTrainedTokenizerBase, hooks: Hooks
 ) -> Journal | None:
     """Open the run's folder and journal on the main process, and read a random base from it. Collective."""
     config, journal = checked.config, None
@@ -348,17 +343,21 @@ def _open_journal(
     runtime: Runtime, checked: _Checked, model: Any, tokenizer: PreTrainedTokenizerBase, hooks: Hooks
 ) -> Journal:
     environment, config, splits = runtime.environment, checked.config, checked.splits
+    batch_size = global_batch_size(config, environment.world_size)
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
     inputs |= {} if checked.base is None else {"base": checked.base}
     inputs |= {"reference": "with the first rows of new tokens"} if _has_new_tokens_in_reference(config) else {}
-    inputs |= hooks.fingerprints(config)
+    inputs |= {**hooks.fingerprints(config), **checked.objective.fingerprints}
 
     def check_loads(checkpoint: Path) -> None:
         from finetune.runs import checkpoint_loading  # only a run that resumes with changes
 
         checkpoint_loading.refuse_misfit(checkpoint, model=model, optimizer=build_optimizer(model, config.optim))
+        rule = plan_batches(config, splits.train, is_packed=False, boundary=None, global_batch_size=batch_size)
+        refuse_dropping_all(config, splits, rule)
 
     texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
+    texts["model_config"] = describe_architecture(model)
     inputs |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     journal = Journal(
         config,
@@ -375,7 +374,7 @@ def _open_journal(
             "precision": runtime.precision,
         },
         global_batch={
-            "global_batch_size": global_batch_size(config, environment.world_size),
+            "global_batch_size": batch_size,
             "batch_size": config.training.batch_size,
             "world_size_asked": config.parallel.world_size or environment.world_size,
         },

@@ -70,7 +70,7 @@ def test_every_key_of_metrics_jsonl_is_documented(run):
 @pytest.mark.slow
 def test_run_json_says_what_it_was(run):
     record = json.loads((run / "run.json").read_text())
-    digests = {"base", "data.train", "data.validation", "data.test", "chat_template", "config"}
+    digests = {"base", "model_config", "data.train", "data.validation", "data.test", "chat_template", "config"}
     assert record["fingerprints"].keys() == digests
     assert all(len(digest) == 64 for digest in record["fingerprints"].values())
     assert (record["launcher"], record["world_size"], record["status"]) == ("none", 1, "completed")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from finetune.config.schema import OnResume
 from finetune.errors import CheckpointError
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
-from finetune.runs.record import record_of_start
+from finetune.runs.record import read_versions, record_of_start
 from finetune.runs.state import TrainerState
 from finetune.training.resume import accepted_changes
 from tests.tiny_runs import write_base, write_rows
@@ -95,10 +96,10 @@ class Started:
             writer.write("state.json", [json.dumps(TrainerState(step=step).as_record()).encode()])
         return path
 
-    def go_on(self, *words: str, rows: dict[str, str] | None = None) -> list[str]:
+    def go_on(self, *words: str, rows: dict[str, str] | None = None, **more: Any) -> list[str]:
         """The keys that were accepted."""
         config = load_config([*self.words, "resume=auto", *words])
-        changes = accepted_changes(self.folder, config, rows or ROWS)
+        changes = accepted_changes(self.folder, config, rows or ROWS, **more)
         return [change["key"] for change in changes]
 
     def refusal(self, *words: str, rows: dict[str, str] | None = None) -> str:
@@ -277,6 +278,68 @@ def test_a_base_with_other_weights_is_refused_until_allowed(started: Started) ->
 
 
 # --- folders that cannot tell -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("transformers", "refused"), [("same", True), ("4.0.0", False)])
+def test_a_base_with_another_config_is_refused_if_the_same_transformers_reads_it(
+    started, transformers, refused
+) -> None:
+    record = json.loads(started.folder.record_file.read_text())
+    record["fingerprints"] = {**ROWS, "model_config": "eeee"}
+    record["versions"] = read_versions() | ({} if transformers == "same" else {"transformers": transformers})
+    started.folder.record_file.write_text(json.dumps(record))
+    now = {**ROWS, "model_config": "ffff"}
+    if refused:
+        message = started.refusal(rows=now)
+        assert "model: started with config eeee, now config ffff (the base itself): the model that" in message
+        assert started.go_on("resume.allow=model", rows=now) == ["model"]
+    else:
+        assert started.go_on(rows=now) == []
+
+
+def test_columns_that_functions_get_are_compared(started: Started) -> None:
+    record = json.loads(started.folder.record_file.read_text())
+    record["fingerprints"] = {**ROWS, "columns": "eeee"}
+    started.folder.record_file.write_text(json.dumps(record))
+    message = started.refusal(rows={**ROWS, "columns": "ffff"})
+    assert "data: started with rows eeee, now rows ffff (all columns): the columns of the rows, which reward" in message
+    assert started.go_on(rows=ROWS) == []  # no function reads them now, which is a change of other keys
+    assert started.go_on("resume.allow=data", rows={**ROWS, "columns": "ffff"}) == ["data"]
+
+
+def test_both_sides_of_changed_pairs_are_shown(started: Started) -> None:
+    record = json.loads(started.folder.record_file.read_text())
+    rows = {**ROWS, "data.train": f"{'a' * 64}/{'b' * 64}"}
+    record["started_with"] = record_of_start(load_config(started.words), rows)
+    started.folder.record_file.write_text(json.dumps(record))
+    message = started.refusal(rows={**rows, "data.train": f"{'a' * 64}/{'c' * 64}"})
+    assert f"started with rows {'a' * 12}/{'b' * 12}, now rows {'a' * 12}/{'c' * 12} (data.train)" in message
+
+
+def test_the_precision_that_a_device_computes_in_is_compared(started: Started) -> None:
+    record = json.loads(started.folder.record_file.read_text()) | {"precision": "bf16"}
+    started.folder.record_file.write_text(json.dumps(record))
+    with pytest.raises(
+        CheckpointError, match=r"training\.precision: started with bf16, now fp32 \(auto on this device\)"
+    ):
+        started.go_on(precision="fp32")
+    assert started.go_on("training.precision=bf16", precision="bf16") == []
+    assert started.go_on("resume.allow=training.precision", precision="fp32") == ["training.precision"]
+
+
+def test_another_adapter_is_not_taken_for_another_base(started: Started) -> None:
+    record = json.loads(started.folder.record_file.read_text())
+    record["fingerprints"] = {**ROWS, "base": "eeee"}
+    started.folder.record_file.write_text(json.dumps(record))
+    change, other = "lora.layers=0", {**ROWS, "base": "ffff"}
+    assert "weights" not in started.refusal(change, rows=other).replace("the weights of the adapter", "")
+
+    def refuse(checkpoint: Path) -> None:
+        raise CheckpointError("other names")
+
+    with pytest.raises(CheckpointError, match="no checkpoint can be loaded then: other names"):
+        started.go_on(change, "resume.allow=lora", rows=other, refuse_misfit=refuse)
+    assert "weights eeee, now weights ffff" in started.refusal(change, "resume.allow=lora", rows=other)
 
 
 def test_nothing_is_compared_where_no_checkpoint_is_whole(started: Started) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,6 +103,10 @@ class RewardedAnswers(Objective):
         for name, examples in answered.items():
             self._prompts[name] = rows_of(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
+        if rows is not None:  # functions get more of a row than its tokens
+            measured = [splits.train, *([] if splits.validation is None else [splits.validation])]
+            digests = [rows[split.source(row)].digest for split in measured for row in range(len(split))]
+            self.fingerprints = {"columns": hashlib.sha256(" ".join(digests).encode()).hexdigest()}
         if has_turns(self.config.rollout):
             self._answering = ToolUse(self.config, tokenizer, offered_tools(self.config))
             _log.info("test is off: it asks for single answers, and this run learns conversations")

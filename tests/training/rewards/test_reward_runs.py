@@ -273,6 +273,11 @@ def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_after
     assert [step["step"] for step in curve(run)] == [1, 2, 3, 4]
     assert {"reward", "reward_sums"} <= curve(run)[-1].keys()
     assert f"functions_from: [{file}]" in (run / "config.yaml").read_text()
+    rows = shutil.copytree(inputs / "rows", tmp_path / "rows")
+    text = (rows / "train.jsonl").read_text()
+    (rows / "train.jsonl").write_text(text.replace('"limit": 3', '"limit": 4'))
+    with pytest.raises(CheckpointError, match=r"data: started with rows .*\(all columns\): .*which reward functions"):
+        train_from_overrides(words(inputs, run, *own, *more, f"data.path={rows}"))
     digest = record(run)["fingerprints"]["reward.functions"]
     file.write_text(f"{file.read_text()}\nCHANGED = True\n")
     changed = rf"started with {digest}, now mine\.py .* \(the code of its functions\): the rewards"
