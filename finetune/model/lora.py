@@ -141,7 +141,7 @@ def fingerprint_base(model: torch.nn.Module, section: LoraSection) -> str:
     return digest.hexdigest()
 
 
-def describe_architecture(model: torch.nn.Module) -> str:
+def describe_architecture(model: PreTrainedModel | PeftModel) -> str:
     """Return the model's configuration as JSON, without values that no forward depends on or that the weights tell."""
     values = {name: value for name, value in model.config.to_dict().items() if not name.endswith(_NOT_OF_A_FORWARD)}
     return json.dumps(values, sort_keys=True, default=str)

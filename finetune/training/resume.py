@@ -249,7 +249,7 @@ def _other_rows(
     columns = [fingerprints.get("columns") for fingerprints in (run.part("fingerprints"), now)]
     if changed or None in columns or columns[0] == columns[1]:
         return changed
-    return [_Difference("data", *map(_digest, columns), origin="all columns", effect=_COLUMNS)]
+    return [_Difference("data", _digest(columns[0]), _digest(columns[1]), "all columns", _COLUMNS)]
 
 
 def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
@@ -261,9 +261,9 @@ def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
     if run.part("versions").get("transformers") == read_versions().get("transformers"):
         names["model_config"] = "config"
     return [
-        _Difference("model", *(f"{names[name]} {str(digest)[:12]}" for digest in both), "the base itself", _BASE)
-        for name, both in differing([run.part("fingerprints"), now])
-        if name in names and None not in both
+        _Difference("model", f"{names[name]} {before[:12]}", f"{names[name]} {after[:12]}", "the base itself", _BASE)
+        for name, (before, after) in differing([run.part("fingerprints"), now])
+        if name in names and isinstance(before, str) and isinstance(after, str)
     ]
 
 
