@@ -80,7 +80,7 @@ def describe_pair(row: RawRow, examples: ReadRows, columns: Mapping[str, str]) -
     names = " and ".join(columns[side] for side in ("chosen", "rejected") if side in columns)
     proposal = propose_settings(row, examples, "chosen") or "training.objective=dpo"
     chosen = {"completion": columns.get("chosen", ""), "rejected": "none"}
-    learns_chosen = f"; or set {column_overrides(chosen)} to learn the chosen answers"
+    learns_chosen = f"; or set {column_settings(chosen, examples)} to learn the chosen answers"
     return (
         f"{examples.source.place(row.number)} has {names}: a pair of answers to compare, which supervised training "
         f"does not read. Set {proposal} (or orpo, simpo) to learn from both"
@@ -96,7 +96,7 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
         texts = [name for name, value in row.value.items() if isinstance(value, str) and may_be_prompt(name)]
         others = [] if any(map(meaning_of, texts)) else ["none"]
         settings = [{"prompt": name} for name in (*texts, *others)]
-        proposals = [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+        proposals = [column_settings(each, examples) for each in settings if _is_accounted_for(row, examples, each)]
         return (
             f"{place} has a chosen and a rejected answer, and {show_names(texts)} may be their prompt. Set "
             f"{' or '.join(proposals) or 'data.columns.prompt'}{' if the answers begin with it' if others else ''}."
@@ -124,21 +124,24 @@ def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
     readings: list[Reads] = [reads, "answers", "chosen", "labelled"]
     readings += [] if _has_other_texts(row, columns) else ["prompts"]
     proposals = [proposal for other in readings if (proposal := propose_settings(row, examples, other))][:1]
-    example = f", for example {proposals[0]}" if proposals and proposals[0].startswith("data.columns") else ""
+    names_columns = bool(proposals) and proposals[0].startswith(("data.columns", "columns:"))
+    example = f", for example {proposals[0]}" if names_columns else ""
     instead = f", or set {proposals[0]}" if proposals and not example else ""
     if reads == "answers" and "text" in columns:
-        instead += ", or set data.format=text to learn the texts as they are"
+        text = f"format: text in the source {examples.name} of data.mixture" if examples.name else "data.format=text"
+        instead += f", or set {text} to learn the texts as they are"
     if not proposals and reads == "answers":
         has_turns = any(isinstance(value, list) for value in row.value.values())
         names = ("messages",) if has_turns else ("prompt", "completion")
-        example = f": {column_overrides(dict.fromkeys(names, 'COLUMN'))}"
+        example = f": {column_settings(dict.fromkeys(names, 'COLUMN'), examples)}"
     absent = {ours: name for ours, name in examples.columns.items() if name != "none" and name not in row.value}
     wrong = f" Here is no column for {column_overrides(absent)}." if absent else ""
+    where = "" if examples.name else " in data.columns"
     if mixture := propose_mixture(examples):
-        example, instead = f" of each file: {mixture}", ""
+        where, example, instead = " in data.columns", f" of each file: {mixture}", ""
     return (
         f"{place} has the columns {show_names(row.value)}.{wrong} Expected those of one format "
-        f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
+        f"({expected or 'prompt or messages'}). Rename the columns, or name them{where}{example}{instead}."
     )
 
 
@@ -156,7 +159,8 @@ def advise_on_second_format(row: RawRow, known: Format, examples: ReadRows) -> s
     if _format_of(row, examples) in (None, known):
         return ""
     if examples.format != "auto":
-        return f"data.format is {examples.format}. Set data.format=auto to read rows by their columns."
+        auto = f"format: auto in the source {examples.name} of data.mixture" if examples.name else "data.format=auto"
+        return f"data.format is {examples.format}. Set {auto} to read rows by their columns."
     return "All rows of a source have one format. Write the rows of each into a file, and name both in data.mixture."
 
 
@@ -231,7 +235,8 @@ def propose_settings(row: RawRow, examples: ReadRows, reads: Reads) -> str:
     if objective and _is_accounted_for(row, examples, {}, reads):
         return objective
     settings = _propose_columns_of(row, examples, reads)
-    return f"{objective} {column_overrides(settings)}".strip() if settings else ""
+    both = filter(None, [objective, column_settings(settings, examples) if settings else ""])
+    return (" and " if examples.name else " ").join(both) if settings else ""
 
 
 def _propose_columns_of(row: RawRow, examples: ReadRows, reads: Reads) -> dict[str, str] | None:
@@ -273,15 +278,17 @@ def describe_unread_column(
         more = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
         settings = [{column: name}, {column: name, **more}]
         reads += [
-            column_overrides(each) for each in settings if all(_is_accounted_for(row, examples, each) for row in rows)
+            column_settings(each, examples)
+            for each in settings
+            if all(_is_accounted_for(row, examples, each) for row in rows)
         ]
     if not reads and (mixture := propose_mixture(examples)):
         reads = [mixture]
     advice = f"Set {reads[0]} to read it, or " if reads else "Correct the rows, or set "
     return (
         f"{label}: by its name, the column {show_names([name])} is {part}, but rows of this format ({format}) do not "
-        f"read it; the first is {examples.source.place(row.number)}. {advice}{leave_out([name], names)} if it is not "
-        "meant to be read."
+        f"read it; the first is {examples.source.place(row.number)}. {advice}{leave_out([name], examples, names)} if "
+        "it is not meant to be read."
     )
 
 
@@ -291,7 +298,7 @@ def advise_on_labels(row: RawRow, examples: ReadRows, column: str, bad: str) -> 
     return (
         f"Supervised training and preference pairs do not use labels: answers marked {bad} would be learned like the "
         f"others. {f'Set {kto} to learn from both, remove' if kto else 'Remove'} these rows and the column {column}, "
-        "or set data.columns.label=none to use every row whatever its label."
+        f"or set {column_settings({'label': 'none'}, examples)} to use every row whatever its label."
     )
 
 
@@ -324,8 +331,8 @@ def propose_columns(
     return settings
 
 
-def leave_out(names: Iterable[str], columns: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return overrides of `data.columns` which say that columns of these names are not meant to be read.
+def leave_out(names: Iterable[str], examples: ReadRows, columns: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return settings of `data.columns` which say that columns of these names are not meant to be read.
 
     `columns` has the names of the columns that are read instead.
     """
@@ -335,26 +342,36 @@ def leave_out(names: Iterable[str], columns: Mapping[str, str] = MappingProxyTyp
         alike = [our for our, of in MEANINGS.items() if of.part == part]
         our = next((our for our in alike if our in columns), alike[0])
         settings[our] = columns.get(our, "none")
-    return column_overrides(settings)
+    return column_settings(settings, examples)
 
 
-def fallbacks_of_unread(names: Sequence[str], label: str) -> list[Fallback]:
-    """Return the fallbacks of columns that are not read and not refused. `label` names the rows."""
+def fallbacks_of_unread(names: Sequence[str], examples: ReadRows) -> list[Fallback]:
+    """Return the fallbacks of columns that are not read and not refused."""
+    label = examples.source.label
     splits = [name for name in names if meaning_of(name) == "split"]
     others = [name for name in names if name not in splits]
     fallbacks = []
     if others:
         wanted, used = f"the columns {', '.join(others)} of {label}", "the other columns"
-        why = f"rows of this format have no place for them ({leave_out(others)} says that this is meant)"
+        why = f"rows of this format have no place for them ({leave_out(others, examples)} says that this is meant)"
         fallbacks.append(Fallback(what="data.columns", wanted=wanted, used=used, why=why))
     if splits:
         wanted, used = f"the splits in the column {show_names(splits)} of {label}", "all its rows as one split"
         why = (
             "a split is a file. Write the rows of each split into a file of its own, and set data.train, "
-            "data.validation and data.test to these files (data.columns.split=none says that one split is meant)"
+            f"data.validation and data.test to these files ({column_settings({'split': 'none'}, examples)} says that "
+            "one split is meant)"
         )
         fallbacks.append(Fallback(what="data.columns", wanted=wanted, used=used, why=why))
     return fallbacks
+
+
+def column_settings(settings: Mapping[str, str], examples: ReadRows) -> str:
+    """Write settings of `data.columns` for these rows: as overrides, or in a mixture as the key of their source."""
+    if not examples.name:
+        return column_overrides(settings)
+    of_source = inline_yaml({**examples.columns, **settings})  # a source's own columns replace those of all
+    return f"columns: {of_source} in the source {examples.name} of data.mixture"
 
 
 def column_overrides(settings: Mapping[str, str]) -> str:

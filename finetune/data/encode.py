@@ -284,7 +284,7 @@ def _encode_source(
     if unread := rows.facts.unread:
         from finetune.data.column_advice import fallbacks_of_unread
 
-        for fallback in fallbacks_of_unread(unread, source.label):
+        for fallback in fallbacks_of_unread(unread, source):
             fallbacks.take(fallback)
     return EncodedExamples.of(rows, tokens.end_id_of(rows.facts.row_type), source.source.place)
 

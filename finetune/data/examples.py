@@ -261,7 +261,7 @@ def _load_mixture(section: DataSection, reads: Reads, why_off: dict[str, str]) -
         of_source = _load_source(section_of_source(section, source_keys), reads, why_off, without=named_for_all)
         of_source["train"].weight = float(source_keys.get("weight", 1.0))
         for split, examples in of_source.items():
-            examples.name = name
+            examples.name = examples.whole.name = name
             parts[split].append(examples)
     return ExampleSplits(**{split: JoinedExamples(of_split) for split, of_split in parts.items() if of_split})
 

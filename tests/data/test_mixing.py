@@ -109,3 +109,28 @@ def test_rows_of_plain_text_have_no_answer_in_a_split_that_also_has_conversation
     train = encode(make_section(mixture=[{"path": texts}, {"path": chats, "max_rows": 2}])).train
     assert train.has_answer.tolist() == [False] * 4 + [True] * 2
     assert Dialogues(train, tiny_tokenizer()).expected == ["yes", "yes"]
+
+
+ASKED = [{"question": "Hi", "completion": "yes", "context": "x"}]
+LABELLED = [{"prompt": f"Hi {number}", "completion": "yes", "label": number > 1} for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says", "columns"),
+    [
+        (ASKED, "for example {} in the source of_one of data.mixture.", {"prompt": "question", "input": "context"}),
+        (LABELLED, "or set {} in the source of_one of data.mixture to use every row", {"label": "none"}),
+    ],
+)
+def test_advice_on_the_columns_of_one_source_is_about_that_source(
+    make_section, files, write_jsonl, rows, says, columns
+):
+    of_one = {"path": write_jsonl(rows, "of_one.jsonl")}
+    written = "{" + ", ".join(f"{ours}: {name}" for ours, name in columns.items()) + "}"
+    with pytest.raises(DataError) as refused:
+        encode(make_section(mixture=[{"path": files[0]}, of_one], validation="10%"))
+    assert says.format(f"columns: {written}") in str(refused.value)
+    assert "data.columns." not in str(refused.value)
+    assert len(encode(make_section(mixture=[{"path": files[0]}, of_one | {"columns": columns}])).train) == 10 + len(
+        rows
+    )
