@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from finetune.config.accelerate_file import describe_accelerate_file, is_accelerate_file
 from finetune.config.config_files import SUFFIXES_OF_ROWS, path_exists, shown_path
 from finetune.config.key_advice import did_you_mean, expected
 from finetune.config.keys import fields, section_class, takes
@@ -242,6 +243,8 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
             f"{shown_path(path)}: names the files of data sets, as LLaMA-Factory reads them, and holds no settings. "
             f"Translate the YAML file that names one of the data sets, and give its file: data={place}."
         )
+    if is_accelerate_file(by_name := {setting.dotted: setting.value for setting in settings}):
+        raise ConfigError(describe_accelerate_file(path, by_name))
     is_ours = any(setting.dotted in fields() and len(setting.key) > 1 for setting in settings)
     if is_ours or not given & {name.partition(".")[0] for name in OUR_NAME}:
         raise ConfigError(

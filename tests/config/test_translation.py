@@ -824,3 +824,30 @@ def test_a_lowest_rate_of_an_unknown_rate_is_left_to_the_user():
     settings, said = read(f"{DEEPSPEED}scheduler: {{type: WarmupCosineLR, params: {{cos_min_ratio: 0.1}}}}")
     assert "optim.min_learning_rate" not in settings
     assert "Set optim.min_learning_rate to 0.1 times optim.learning_rate." in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}\n"
+            "mixed_precision: bf16\nnum_machines: 1\nnum_processes: 4\n",
+            "parallel.num_processes=4 parallel.sharding=fsdp2 parallel.reshard_after_forward=false "
+            "training.precision=bf16",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, gradient_clipping: 0.5}\n"
+            "mixed_precision: 'no'\nnum_machines: 2\nnum_processes: 16\n",
+            "parallel.world_size=16 parallel.sharding=fsdp2 optim.max_grad_norm=0.5",
+        ),
+        ("distributed_type: 'NO'\nmixed_precision: fp16\nnum_processes: 1\nuse_cpu: true\n", "training.device=cpu"),
+    ],
+)
+def test_a_file_of_accelerate_is_named_with_the_keys_that_mean_the_same(settings, ours):
+    Path("my config.yaml").write_text(f"compute_environment: LOCAL_MACHINE\n{settings}", encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        translate_file(Path("my config.yaml"))
+    said = str(refused.value)
+    assert "accelerate launch --config_file 'my config.yaml' -m finetune train RUN" in said
+    assert f"{ours}. See docs/launching.md." in said
+    compose(re.findall(r"[a-z_]+\.[a-z_]+=\S+?(?=\.? |\.$)", said), complete=False)  # each is a key and its value
