@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ import yaml
 from finetune import __version__
 from finetune.cli import EXIT_INTERRUPTED, _command_first, main
 from finetune.config.config_files import shipped_folder
+from finetune.errors import RunFailedError
 from tests.in_process import Ended, run_finetune
 from tests.tiny_runs import write_rows
 
@@ -284,3 +286,16 @@ def test_only_a_stopped_training_is_told_how_to_resume(words, advises, capsys, m
     told = capsys.readouterr().err
     assert "finetune: stopped." in told
     assert ("resume=auto" in told) == advises
+
+
+def test_a_function_that_closes_stdout_hides_no_error(capsys, monkeypatch):
+    def closes(*args, **options):
+        sys.stdout.close()
+        raise RunFailedError("the loss is nan")
+
+    monkeypatch.setattr("finetune.cli.commands.app", closes)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "quickstart"])
+    assert ended.value.code == RunFailedError.exit_code
+    assert "finetune: RunFailedError: the loss is nan" in capsys.readouterr().err

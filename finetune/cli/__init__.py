@@ -66,7 +66,7 @@ def _run(run: Callable[[list[str]], object], given: list[str], *, trains: bool =
         error = raised
     try:
         sys.stdout.flush()
-    except (BrokenPipeError, RunFailedError) as lost:
+    except (BrokenPipeError, RunFailedError, ValueError) as lost:  # ValueError: a user's function closed it
         if isinstance(error, SystemExit) and not error.code:
             error = lost
     # A user who asked a run to stop may ask again while Python ends.

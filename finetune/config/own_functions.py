@@ -9,6 +9,7 @@ name a file by its path: `./scores.py:bleu`.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -140,6 +141,11 @@ def _resolve(
     if not callable(function):
         close = did_you_mean(attribute, [key for key, value in vars(source).items() if callable(value)])
         raise ConfigError(f"{asked_by} is {name}, but {file or module} has no function {attribute}. {close}".rstrip())
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{asked_by} is {name}, which is an async def: its call returns a coroutine, and no result. Name a def "
+            f"that ends in return asyncio.run({attribute}(...))."
+        )
     return cast(Function, function)
 
 

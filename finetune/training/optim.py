@@ -209,9 +209,7 @@ def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
             *(section.warmup_steps, num_steps, section.learning_rate),
         )
     elif section.schedule == "wsd" and (section.decay_steps or num_steps / 10) <= 1 < num_steps - section.warmup_steps:
-        _log.warning(
-            "optim.schedule=wsd never falls in a single step, which begins at the top; set optim.decay_steps=2"
-        )
+        _log.warning("optim.schedule=wsd never falls in 1 step, which begins at the top; set optim.decay_steps=2")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

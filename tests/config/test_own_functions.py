@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from finetune.config.own_functions import fingerprint_functions, resolve_functions
+from finetune.errors import ConfigError
 
 CART = """
 CART = []
@@ -21,6 +24,18 @@ def test_the_functions_of_a_file_share_its_globals_and_two_keys_share_none(tmp_p
     one, other = (resolve_functions(names, {}, [str(file)], asked_by="rollout.tools") for _ in range(2))
     one["cart.add"]("rice")
     assert (one["cart.show"](), other["cart.show"]()) == (["rice"], [])
+
+
+def test_a_function_that_returns_a_coroutine_is_refused_before_it_is_called(tmp_path):
+    file = tmp_path / "judge.py"
+    file.write_text("import asyncio\nasync def ask(completions): return [1.0]\n")
+    named = (["judge.ask"], {}, [str(file)])
+    with pytest.raises(
+        ConfigError, match=r"judge\.ask, which is an async def: .* return asyncio\.run\(ask\(\.\.\.\)\)"
+    ):
+        resolve_functions(*named, asked_by="reward.functions")
+    file.write_text(f"{file.read_text()}def judge(completions): return asyncio.run(ask(completions))\n")
+    assert resolve_functions(["judge.judge"], *named[1:], asked_by="x")["judge.judge"]([""]) == [1.0]
 
 
 def test_a_changed_module_is_noticed_where_it_is_not_imported(tmp_path, monkeypatch):
