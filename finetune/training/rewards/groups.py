@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 
 METRICS = ("entropy", "clipped", "kl", "ratio", "clipped_ratio")
-"""Means over the tokens of a step. `entropy` is -log p of the sampled tokens, in nats, which estimates the entropy.
-`clipped` is the share of tokens with a clipped ratio. `kl` is the divergence from the reference, in nats, if the loss
-has one. `ratio` is the probability of a token now over the one when the answer was generated, and `clipped_ratio` the
-same after clipping; they are left out where both are the same by definition."""
+"""Means over the tokens of the answers in the loss: without `grpo.beta`, those whose advantage is not 0.
+
+`entropy` is -log p of the sampled tokens, in nats, which estimates the entropy. `clipped` is the share of tokens with a
+clipped ratio. `kl` is the divergence from the reference, in nats, if the loss has one. `ratio` is the probability of a
+token now over the one when the answer was generated, and `clipped_ratio` the same after clipping; they are left out
+where both are the same by definition."""
 
 _OF_TURNS = ("clipped", "ratio", "clipped_ratio")
 """The metrics of `METRICS` that are also measured for each turn."""
