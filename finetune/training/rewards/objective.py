@@ -63,6 +63,11 @@ class RewardedAnswers(Objective):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        if config.grpo.mask_truncated_completions:
+            self.no_gradient = (
+                f"{RewardedAnswers.no_gradient}. Or no answer has an end, and grpo.mask_truncated_completions leaves "
+                "such answers out: raise rollout.max_completion_length"
+            )
         self._prompts: dict[str, PromptRows] = {}
         self._warnings = RewardWarnings()
         self._answering = SingleAnswers()

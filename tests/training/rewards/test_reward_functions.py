@@ -312,6 +312,13 @@ def test_a_validation_without_any_reward_names_the_functions(own, monkeypatch):
         objective.measure(setup, None)
 
 
+def test_without_truncated_answers_a_step_without_a_gradient_names_their_key():
+    masked = RewardedAnswers(config_of("reward.functions=length", "grpo.mask_truncated_completions=true"))
+    assert masked.no_gradient.startswith(RewardedAnswers.no_gradient)
+    assert "raise rollout.max_completion_length" in masked.no_gradient
+    assert RewardedAnswers(config_of("reward.functions=length")).no_gradient == RewardedAnswers.no_gradient
+
+
 # --- functions in one file ------------------------------------------------------------------------------------------
 
 
