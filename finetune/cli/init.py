@@ -57,9 +57,13 @@ def init_from_overrides(
     file: Annotated[
         Path | None, typer.Option("--file", help="The file to write. Default: named after the run's folder.")
     ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", help="Translate this file of axolotl, LLaMA-Factory, TRL, Transformers or DeepSpeed."),
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="Translate this file of axolotl, LLaMA-Factory, TRL, Transformers or DeepSpeed. Repeatable, for files "
+            "of one run.",
+        ),
     ] = None,
     is_full: Annotated[
         bool, typer.Option("--full", help="Also write the keys that keep their defaults, commented out.")
@@ -78,8 +82,8 @@ def init_from_overrides(
         raise ConfigError(f"init takes no run file, got {run}. It writes a new one: give model=, data= or single keys.")
     _refuse_existing(file)
     is_asking = sys.stdin.isatty() and sys.stdout.isatty()
-    if source is not None:
-        text = _translated_run_file(source, overrides, file, is_full=is_full)
+    if sources:
+        text = _translated_run_file(sources, overrides, file, is_full=is_full)
     else:
         overrides = [*overrides, *_answers(overrides, file, is_asking=is_asking)]
         config = config_from_overrides(overrides, command="init")
@@ -104,13 +108,14 @@ def init_from_overrides(
     say(f"wrote {file}\nnext: finetune plan {run}, then finetune train {run}")
 
 
-def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | None, *, is_full: bool) -> str:
-    """Return the text of a run file for a file of another tool. Overrides win over what the file says."""
+def _translated_run_file(sources: Sequence[Path], overrides: Sequence[str], file: Path | None, *, is_full: bool) -> str:
+    """Return the text of a run file for files of another tool. Overrides win over what the files say."""
     from finetune.config.translation import translate_file
 
     typed = compose(overrides, complete=False)
     is_chosen = typed.origin("training.objective") != "default"
-    translation = translate_file(source, objective=typed.training.objective if is_chosen else None)
+    objective = typed.training.objective if is_chosen else None
+    translation = translate_file(sources[0], objective=objective, others=sources[1:])
     chosen = {override.partition("=")[0].strip() if "=" in override else "data" for override in overrides}
     replaced = {f"{section}.{key}" for section, keys in _REPLACED.items() if section in chosen for key in keys}
     if chosen & {"data.path", "data.mixture"}:

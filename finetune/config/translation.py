@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -222,20 +222,24 @@ class Translation:
         return decide, settled
 
 
-def translate_file(path: Path, objective: str | None = None) -> Translation:
-    """Read a file of another tool, and translate each of its names. An `objective` wins over the one in the file.
+def translate_file(path: Path, objective: str | None = None, others: Sequence[Path] = ()) -> Translation:
+    """Read files of another tool, and translate each of their names. An `objective` wins over the one in the files.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no name of such a tool.
+        ConfigError: a file cannot be read, none holds a name of such a tool, or two of them hold the same name.
     """
-    if path.suffix in (".py", ".ipynb"):
+    if code := [shown_path(file) for file in (path, *others) if file.suffix in (".py", ".ipynb")]:
         raise ConfigError(
-            f"{shown_path(path)} holds Python code. --from reads settings and runs no code. End the code with "
+            f"{code[0]} holds Python code. --from reads settings and runs no code. End the code with "
             "`print(args.to_dict())` for its TrainingArguments, SFTConfig or other arguments, write what it prints to "
             "a file, and name that file. For a LoraConfig, write `config.save_pretrained('lora')` and name "
-            "lora/adapter_config.json. Then give the other settings as overrides, such as model= and data=."
+            "lora/adapter_config.json in a second --from. Then give the other settings as overrides, such as model= "
+            "and data=."
         )
-    settings = _read(path)
+    settings = [setting for file in (path, *others) for setting in _read(file)]
+    names = [setting.dotted for setting in settings]
+    if others and (twice := next((name for name in names if names.count(name) > 1), "")):
+        raise ConfigError(f"{twice} is in several of the files after --from. Leave it in one of them.")
     given = {setting.key[0] for setting in settings}
     if files := [str(each.value) for each in settings if len(each.key) == 2 and each.key[1] == "file_name"]:
         place = shlex.quote(str(path.parent / files[0]))

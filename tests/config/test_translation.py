@@ -397,6 +397,17 @@ def test_the_answers_of_a_batch_of_trl_become_prompts(accumulation, prompts):
     assert "rollout.server" not in text
 
 
+def test_several_files_are_one_run_and_may_not_say_the_same():
+    Path("args.yaml").write_text("learning_rate: 1.0e-5\nuse_peft: null\n", encoding="utf-8")
+    Path("adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}', encoding="utf-8")
+    both = ("--from", "args.yaml", "--from", "adapter_config.json")
+    run_finetune("init", *both, "model=phi_tiny", "data=orders", "--file", "mine.yaml")
+    config = accepted("mine.yaml")
+    assert (config.optim.learning_rate, config.lora.r, config.training.method) == (1e-5, 4, "lora")
+    Path("adapter_config.json").write_text('{"r": 4, "learning_rate": 1}', encoding="utf-8")
+    assert "learning_rate is in several of the files" in run_finetune("init", *both, code=2).errors
+
+
 def test_an_override_says_which_loss_a_value_of_trl_belongs_to():
     Path("other.yaml").write_text("beta: 0.3\nlearning_rate: 1.0e-5\nuse_peft: true\n", encoding="utf-8")
     Path("mine.yaml").write_text(translated("other.yaml", "training.objective=dpo"), encoding="utf-8")
