@@ -1,8 +1,10 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +121,9 @@ def test_the_table_and_the_objects_say_the_same(tmp_path, capsys, monkeypatch):
         assert part in table
     runs(tmp_path, as_json=True)
     (run,) = json.loads(capsys.readouterr().out)
+    page = (Path(__file__).resolve().parents[2] / "docs/watching.md").read_text(encoding="utf-8")
+    described = page.partition("`runs --json` prints")[2].partition("\n\n")[0]
+    assert set(run) <= set(re.findall("`([a-z_]+)`", described))
     assert (run["name"], run["state"], run["train_loss"]) == ("a [bold]", "completed", 2.25)
 
 
