@@ -101,8 +101,8 @@ class Liveness:
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is. If the phase is `timed`, `parallel.step_timeout_minutes` starts anew."""
         self.is_timed = timed
-        if self.watchdog is not None:
-            self.watchdog.enter_phase(phase, step, timed=timed)
+        if (watchdog := self.watchdog or self._lone_watchdog) is not None:
+            watchdog.enter_phase(phase, step, timed=timed and watchdog is self.watchdog)
         self._phase.close()
         self._phase.enter_context(self.range(phase if step is None else f"step {step}: {phase}"))
 
