@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.schema import Config
 from finetune.distributed.accelerate_library import AccelerateCommand, read_launch_arguments
-from finetune.distributed.accelerate_settings import launch_arguments, refused_settings
+from finetune.distributed.accelerate_settings import compare_accelerate_command, launch_arguments, refused_settings
+from finetune.distributed.environment import read_environment
+from finetune.errors import LaunchError
 from tests.distributed.launcher_variables import ACCELERATE_DEFAULTS, TORCHRUN
 from tests.launches import REPOSITORY
 
@@ -65,6 +68,18 @@ def test_the_options_of_a_launch_end_before_the_script(launch, tmp_path):
     arguments = launch_arguments(command)
     assert arguments == command[1 + len(launch) :]
     assert read_launch_arguments(arguments, tmp_path) == AccelerateCommand(2, None)
+
+
+def test_only_a_launch_on_cpus_contradicts_a_run_on_a_gpu(monkeypatch):
+    def compare(device):
+        config = Config.model_validate({"training": {"device": device}})
+        return compare_accelerate_command(config, read_environment({}))
+
+    assert compare("cuda") is None
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert compare("cpu") is compare("auto") is None
+    with pytest.raises(LaunchError, match=r"--cpu was asked for, but training\.device is cuda"):
+        compare("cuda")
 
 
 def test_other_commands_and_unknown_options_are_no_launch(tmp_path):
