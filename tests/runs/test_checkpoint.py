@@ -1,3 +1,4 @@
+import copy
 import hashlib
 import json
 import logging
@@ -364,7 +365,9 @@ def test_a_tokenizer_travels_with_checkpoint_and_base(folder, lora, tokenizer):
     snapshot = take_snapshot(folder, model=model, optimizer=optimizer, state=STATE)
     path = commit_snapshot(folder, replace(snapshot, files={**snapshot.files, **encode_tokenizer(tokenizer)}))
     assert verify_checkpoint(path) == verify_published(base) == []
-    for place in (path, base, publish_adapter(folder, path)):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ messages }}"
+    for place in (path, base, publish_adapter(folder, path, other)):  # a checkpoint's own comes first
         again = AutoTokenizer.from_pretrained(place)
         assert again.chat_template == tokenizer.chat_template
         assert again("a b").input_ids == tokenizer("a b").input_ids
