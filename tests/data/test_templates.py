@@ -246,21 +246,28 @@ def test_a_template_that_rewrites_earlier_turns_is_a_problem():
     [
         Example("text", text="the answer"),
         Example("text", text="<s>the answer"),
+        Example("text", text="None the answer"),
         Example("prompt_completion", prompt="the", completion=" answer"),
     ],
 )
 def test_what_no_template_renders_begins_as_the_tokenizer_begins_any_text(example):
     tokenizer = tiny_tokenizer("none")
-    text = "the answer<|endoftext|>"
+    written = f"{example.text or example.prompt + example.completion}<|endoftext|>"
+    (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+    assert row.token_ids == tokenizer(written)["input_ids"]
+    text = written.removeprefix("<s>")
     plain = tokenizer(text)["input_ids"]
-    if "<s>" not in example.text:
-        (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
-        assert row.token_ids == plain
     add_default_bos(tokenizer)
     (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
     assert row.token_ids == tokenizer(text)["input_ids"] == [tokenizer.bos_token_id, *plain]
     first = 1 if example.row_type == "text" else len(tokenizer("the")["input_ids"])
     assert list(row.is_target) == [int(place >= first) for place in range(len(row.token_ids))]
+
+
+def test_the_first_token_carries_no_loss_though_the_answer_begins_with_it():
+    tokenizer = tiny_tokenizer("none")
+    (row,) = encode_batch([Example("prompt_completion", completion="yes")], AnswerTokens(tokenizer), "all")
+    assert list(row.is_target) == [0] + [1] * (len(row.token_ids) - 1)
 
 
 def test_what_a_template_renders_gets_no_token_in_front():
