@@ -264,6 +264,17 @@ def test_what_no_template_renders_begins_as_the_tokenizer_begins_any_text(exampl
     assert list(row.is_target) == [int(place >= first) for place in range(len(row.token_ids))]
 
 
+def test_a_result_of_a_tool_that_a_template_writes_as_json_is_found():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}Result: {{ m['content'] | tojson }}\n"
+        "{% else %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    result = {"role": "tool", "content": 'He said "no"\nand left'}
+    assert targets(tokenizer, [CONVERSATION[1], result, CONVERSATION[2]]) == "yes<|end|>"
+
+
 def test_the_first_token_carries_no_loss_though_the_answer_begins_with_it():
     tokenizer = tiny_tokenizer("none")
     (row,) = encode_batch([Example("prompt_completion", completion="yes")], AnswerTokens(tokenizer), "all")
