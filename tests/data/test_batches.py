@@ -3,11 +3,12 @@ import random
 
 import numpy
 import pytest
+import torch
 
 from finetune.config.schema import TestingSection as LoaderSection  # a name that pytest does not collect
 from finetune.config.schema import TrainingSection
 from finetune.data.batches import BatchRule, EvaluationLoader, TrainLoader, derived_seed, pad
-from finetune.data.encoded import EncodedExamples
+from finetune.data.encoded import EncodedExample, EncodedExamples
 from tests.tiny_models import tiny_examples
 
 
@@ -89,6 +90,8 @@ def test_pad_pads_on_the_right_and_counts():
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.is_target.tolist() == [[False, True, True], [False, True, False]]
     assert (batch.num_tokens, batch.num_targets) == (5, 3)
+    marked = EncodedExample(torch.tensor([5, 6]), torch.tensor([True, True]))
+    assert pad([marked]).num_targets == 1, "nothing predicts a first token"
 
 
 def loaded(loader, epoch=0, first_step=0):
@@ -134,6 +137,7 @@ def test_evaluation_sees_each_row_once_over_all_ranks(world_size):
     loaders = [EvaluationLoader(examples, section, rank=rank, world_size=world_size) for rank in range(world_size)]
     rows = sorted(row for loader in loaders for rows in loader.row_batches for row in rows)
     assert rows == list(range(13))
+    assert {loader.most_batches for loader in loaders} == {max(len(loader.row_batches) for loader in loaders)}
     for loader in loaders:
         for rows, batch in zip(loader.row_batches, loader, strict=True):
             assert batch.input_ids.tolist() == pad([examples[row] for row in rows]).input_ids.tolist()
@@ -181,6 +185,41 @@ def test_microbatches_are_halved_until_each_has_one_row_or_equal_rows():
     assert [len(group.rows) for group in rule.microbatches_of_step(0, 0)] == [1] * 4
     equal = BatchRule(lengths=[3, 3], global_batch_size=2, batch_size=2, tokens=lambda _: numpy.arange(3))
     assert equal.halved(0, 0) is None, "equal rows are computed once"
+
+
+def test_what_cannot_be_halved_does_not_keep_others_from_it():
+    rule = BatchRule(lengths=[100, 10, 10], global_batch_size=3, batch_size=3, max_tokens=100)
+    assert [len(group.rows) for group in rule.microbatches_of_step(0, 0)] == [1, 2]
+    smaller = rule.halved(0, 0)
+    assert [len(group.rows) for group in smaller.microbatches_of_step(0, 0)] == [1, 1, 1]
+
+
+def packed_rule(*rows, **keys):
+    return BatchRule(
+        **{"lengths": list(map(len, rows)), "global_batch_size": 4, "batch_size": 4, "tokens": rows.__getitem__, **keys}
+    )
+
+
+def test_packed_rows_as_long_as_the_boundary_go_with_the_short_ones():
+    rule = packed_rule(numpy.arange(8), numpy.arange(100, 109), numpy.arange(200, 207), boundary=8)
+    assert sorted(group.rows for group in rule.split(range(3))) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(("share_prefixes", "together"), [(True, 30), (False, 50)])
+def test_a_limit_of_tokens_is_reached_and_counts_a_prefix_once_where_it_is_shared(share_prefixes, together):
+    rows = numpy.arange(25), numpy.array([*range(20), *range(50, 55)])
+    for max_tokens, number in ((together, 1), (together - 1, 2)):
+        keys = {"max_tokens": max_tokens, "share_prefixes": share_prefixes}
+        assert len(packed_rule(*rows, **keys).split(range(2))) == number
+        assert len(packed_rule(*rows, **keys, examples=[[0, 1]]).units(0)) == number
+
+
+def test_repeated_steps_have_the_same_rows():
+    steps = steps_of_all_ranks(rule_of(16, repeats=2), 2)
+    assert steps[0] == steps[1]
+    assert steps[2] == steps[3]
+    rows = [sorted(row for part in step for row in part.rows) for step in steps]
+    assert sorted(rows[0] + rows[2]) == list(range(16))
 
 
 def test_the_row_before_each_is_of_its_global_batch_or_of_the_step_before():

@@ -15,6 +15,7 @@ from finetune.config.render import resolved_yaml
 from finetune.data import examples
 from finetune.data.examples import check_local_rows, load_examples, missing_here
 from finetune.data.row_file import encoding_key
+from finetune.data.splits import files_of_splits
 from finetune.errors import ConfigError, DataError
 from tests.data.conftest import encode_train
 
@@ -402,3 +403,9 @@ def test_another_separator_is_refused_by_name(put):
     assert compose(["a.csv", "data.separator=;", "model=phi_tiny"]).data.separator == ";"
     with pytest.raises(ConfigError, match=r"data\.separator: expected .*tab.*, got ';;'"):
         compose(["a.csv", "data.separator=;;", "model=phi_tiny"])
+
+
+def test_a_file_named_after_two_splits_is_of_neither():
+    names = ["train_and_test.jsonl", "more.jsonl"]
+    assert files_of_splits(names) == {"train": names}
+    assert files_of_splits([*names, "dev.jsonl"]) == {"validation": ["dev.jsonl"]}

@@ -10,6 +10,7 @@ import pytest
 from finetune.config.compose import compose, config_from_dict
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
+from finetune.data.mixture import unique_names
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import Dialogues
 from tests.data.conftest import encode
@@ -134,3 +135,12 @@ def test_advice_on_the_columns_of_one_source_is_about_that_source(
     assert len(encode(make_section(mixture=[{"path": files[0]}, of_one | {"columns": columns}])).train) == 10 + len(
         rows
     )
+
+
+def test_a_name_has_the_parts_that_tell_it_from_the_others_and_no_two_are_equal():
+    assert unique_names([["x", "a", "train"], ["x", "b", "train"], ["x", "b", "test"]]) == [
+        "a-train",
+        "b-train",
+        "test",
+    ]
+    assert unique_names([["a b"], ["a/b"], ["a?b"]]) == ["a_b", "a_b-2", "a_b-3"]
