@@ -103,6 +103,14 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(make_s
     assert len(pairs.train) == 2
 
 
+def test_labelled_rows_keep_their_labels_encoded_and_from_the_cache(make_section, write_jsonl):
+    section = make_section(path=write_jsonl(rows(True, False, "bad", 1)))
+    for _ in range(2):
+        labelled = encode_labelled(section, tiny_tokenizer()).train
+        assert labelled.is_good.tolist() == [True, False, False, True]
+        assert [row.is_good for row in labelled] == [True, False, False, True]
+
+
 def test_a_check_leaves_out_both_sides_of_a_pair_or_keeps_them(make_section, write_jsonl):
     pairs = [
         {"prompt": f"p{k}", "chosen": "yes" * k, "rejected": "no" * n} for k, n in enumerate((1, 1, 40, 1), start=1)
