@@ -10,6 +10,7 @@ from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
+from finetune.data.preferences import encode_preferences
 from finetune.data.row_checks import (
     count_by_file,
     describe_counts,
@@ -130,6 +131,27 @@ def test_rows_in_training_and_test(make_section, write_jsonl):
     assert (len(left.train), len(left.test or ())) == (29, 11)
     assert all("Hi 0<" not in str(tiny_tokenizer().decode(row.input_ids)) for row in left.train)
     assert len(encode(section, on_overlap="warn").train) == 32
+
+
+def test_training_rows_that_are_in_either_other_split_are_left_out_of_training(make_section, write_jsonl):
+    rows = [SHORT | {"prompt": prompt} for prompt in ("Hi", "Ho", "Ha")]
+    files = {"path": write_jsonl(rows), "validation": write_jsonl(rows[:1], "v.jsonl")}
+    splits = encode(make_section(**files, test=write_jsonl(rows[1:2], "t.jsonl")), on_overlap="drop")
+    assert splits.train.numbers.tolist() == [3]
+
+
+def test_plain_text_may_be_cut_anywhere(make_section, write_jsonl, logged):
+    section = make_section(path=write_jsonl([{"text": "yes and no " * n} for n in (20, 30)]), max_length=10)
+    splits = encode(section, on_truncated_answer="error", on_untrained_end="error")
+    assert splits.train.is_truncated.tolist() == [True, True]
+    assert any("the token that ends a text" in line for line in logged())
+
+
+def test_a_pair_and_its_opposite_are_different_rows(make_section, write_jsonl):
+    pair = {"prompt": "Hi", "chosen": "yes", "rejected": "no"}
+    pairs = [pair, pair | {"chosen": "no", "rejected": "yes"}, pair]
+    rows = encode_preferences(make_section(path=write_jsonl(pairs)), tiny_tokenizer()).train
+    assert repeated_rows(rows, keys_of_rows([side.digest_rows() for side in rows.sides])) == [2]
 
 
 def test_all_refusals_come_at_once(make_section, write_jsonl):
