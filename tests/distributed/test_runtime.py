@@ -1,5 +1,6 @@
 import os
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -358,11 +359,13 @@ def test_ranks_are_watched_while_their_cpus_are_connected(monkeypatch):
     monkeypatch.setattr(Runtime, "_compare_worlds", lambda self: None)
     monkeypatch.setattr("finetune.distributed.watchdog.Watchdog", lambda *args, **kwargs: recorder)
     monkeypatch.setattr(Collectives, "backend", "nccl")
-    monkeypatch.setattr(torch.distributed, "new_group", Mock(side_effect=RuntimeError("no network")))
+    new_group = Mock(side_effect=RuntimeError("no network"))
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
     context = ProcessContext(True, 0, 0, 2, torch.device("cpu"))
     with pytest.raises(LaunchError, match=r"gloo does not connect their CPUs \(no network\)"):
-        Runtime(context, read_environment({}), Fallbacks(), config(), {})
+        Runtime(context, read_environment({}), Fallbacks(), config(parallel={"timeout_minutes": 7}), {})
     forget_accelerate()
+    assert new_group.call_args.kwargs == {"backend": "gloo", "timeout": timedelta(minutes=7)}
     connecting = "enter connecting the CPUs of all ranks"
     assert recorder.heard == [connecting, "ask for the fault", "failed: LaunchError", "closed"]
 
