@@ -60,10 +60,9 @@ def encode_examples(
             tokenizer cannot encode them.
         ConfigError: there is no template of the name in `data.chat_template`.
     """
-    (encoded,) = encode_sides(
+    return encode_sides(
         [splits], tokenizer, section, fallbacks=fallbacks, is_checked=is_checked, knows_trained=knows_trained
-    )
-    return encoded
+    )[0]
 
 
 @waiting("reading and encoding the rows")

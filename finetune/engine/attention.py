@@ -27,6 +27,8 @@ BLOCK_OVERHEAD = 600
 """The cost of one more kernel call, in pairs of query and key."""
 KEY_OVERHEAD = 16
 """The cost of gathering a key and adding up its gradient, in pairs of query and key."""
+MOST_COST = 1 << 22
+"""The largest cost of a merged block, whose bias takes 4 bytes for each pair. Rows of 4,096 tokens do not reach it."""
 
 
 def attention(
@@ -73,8 +75,7 @@ def prepared_by_the_host(device: torch.device, dtype: torch.dtype) -> Callable[.
 
     Return None if attention can be prepared on the device without making the host wait.
     """
-    kernel = _kernel_of(device, dtype)
-    if kernel in ("blocks", "dense"):
+    if (kernel := _kernel_of(device, dtype)) in ("blocks", "dense"):
         return None
     from finetune.engine import attention_cuda as cuda
 
@@ -130,7 +131,7 @@ def prepare_blocks(layout: Layout, queries: torch.Tensor, window: int | None = N
     pieces: list[_Piece] = []
     for piece in _pieces(layout, queries, window):
         merged = _merge(pieces[-1], piece) if pieces else piece
-        if pieces and merged.cost <= pieces[-1].cost + piece.cost:
+        if pieces and merged.cost <= min(pieces[-1].cost + piece.cost, MOST_COST):
             pieces[-1] = merged
         else:
             pieces.append(piece)

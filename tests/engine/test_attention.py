@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.engine import attention_cuda
-from finetune.engine.attention import attention, choose_kernel, dense_attention, prepare_blocks
+from finetune.engine.attention import MOST_COST, attention, choose_kernel, dense_attention, prepare_blocks
 from finetune.engine.attention_cuda import (
     EQUAL_ROWS_MULTIPLE,
     VarlenRuns,
@@ -173,6 +173,14 @@ def test_a_causal_row_costs_little_more_than_half_of_its_square() -> None:
         for b in prepare_blocks(packed.layout, packed.layout.tokens)
     )
     assert pairs < 0.6 * 512**2
+
+
+def test_the_biases_of_a_long_row_do_not_grow_with_its_square() -> None:
+    """With 33,000 tokens they took 4 GB."""
+    layout = pack(rows_of(list(range(8192)))).layout
+    blocks = prepare_blocks(layout, layout.tokens)
+    assert max(block.bias.numel() for block in blocks if block.bias is not None) < MOST_COST
+    assert len(blocks) < 32
 
 
 def test_which_kernel() -> None:
