@@ -96,7 +96,9 @@ def _stamp(file: Path) -> list[int]:
 
 def summary(run: RecordedRun) -> dict[str, Any]:
     """Summarize a run for the list. Unknown values are None; losses are in nats per target token."""
-    config, best = run.config, run.best_validation
+    from finetune.runs.best_validation import best_validation
+
+    config, best = run.config, best_validation(run)
     return {
         "name": run.name,
         "path": str(run.folder.path),

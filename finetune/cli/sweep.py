@@ -16,7 +16,7 @@ from finetune.cli.report import write_report
 from finetune.cli.run_options import STYLES, OptionRules, refuse_several_processes
 from finetune.config.schema import Config, DataSection
 from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
-from finetune.runs.recorded_run import best_point
+from finetune.runs.best_validation import best_point
 from finetune.sweep.running import run_trials
 from finetune.sweep.space import draw_trials, read_space
 from finetune.sweep.trials import Sweep, Trial, open_sweep

@@ -9,9 +9,10 @@ from datetime import datetime
 from operator import attrgetter
 from typing import Any
 
+from finetune.runs.best_validation import best_validation
 from finetune.runs.comparison import compare_runs
 from finetune.runs.metrics import sign_of
-from finetune.runs.recorded_run import ENDED_EARLY, RecordedRun, best_point, finite
+from finetune.runs.recorded_run import ENDED_EARLY, RecordedRun, finite
 from finetune.units import format_duration, name_first
 
 _NOT_COMPLETED = {
@@ -47,7 +48,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
     speeds = [value for _, value in finite(run.points("step", "tokens_per_second"))]
     return {
         "steps": _count(run),
-        "best_validation": run.best_validation,
+        "best_validation": best_validation(run),
         "first_loss": losses[0][1] if losses else None,
         "last_loss": losses[-1][1] if losses else None,
         "base": run.scores().get("base", {}),
@@ -78,8 +79,7 @@ def metric_of(runs: Sequence[RecordedRun]) -> str:
 
 def best_value(run: RecordedRun, runs: Sequence[RecordedRun]) -> float | None:
     """Return the best value of a run's validations by `metric_of`; None without one."""
-    metric = metric_of(runs)
-    best = best_point(run.points("validation", metric), metric)
+    best = best_validation(run, metric_of(runs))
     return best and best[1]
 
 

@@ -23,7 +23,7 @@ from finetune.limits import open_regular, read_regular
 from finetune.runs.durable import MANIFEST, describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Event, number_in, sign_of, step_of
+from finetune.runs.metrics import Event, number_in, step_of
 from finetune.runs.metrics_reader import Detail, EventsRead, read_events
 from finetune.runs.record import Status, read_run_record
 from finetune.runs.state import read_state
@@ -255,11 +255,6 @@ class RecordedRun:
     def last_step(self) -> int | None:
         """The last optimizer step; None before the first."""
         return max((step for event in self.of("step") if (step := step_of(event)) is not None), default=None)
-
-    @property
-    def best_validation(self) -> tuple[int, float] | None:
-        """Step and value of the lowest validation loss."""
-        return best_point(self.points("validation", "loss"), "loss")
 
     @property
     def written(self) -> datetime | None:
@@ -495,11 +490,6 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 def finite(points: Points) -> Points:
     """Return the points with finite values."""
     return [(step, value) for step, value in points if math.isfinite(value)]
-
-
-def best_point(points: Points, metric: str) -> tuple[int, float] | None:
-    """Return the step and the value of the best validation by a metric; None without one."""
-    return max(finite(points), key=lambda point: sign_of(metric) * point[1], default=None)
 
 
 def name_on_one_line(name: object) -> str:

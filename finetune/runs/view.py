@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING
 
-from finetune.runs.metrics import Event, number_in, sign_of
+from finetune.runs.metrics import FORGOTTEN, Event, number_in, sign_of
 from finetune.runs.metrics_reader import measured_beside_loss, subset_metrics_in
 from finetune.runs.progress_line import ProgressLine, format_metric, joined, shown_step
 from finetune.terminal import visible
@@ -38,8 +38,10 @@ _OF_BOTH_SIDES = ("chosen_reward", "rejected_reward")
 class RunView(ProgressLine):
     """The metrics of a run so far, rendered by rich. `num_steps` is for the whole run, if it is known."""
 
-    def __init__(self, num_steps: int | None = None) -> None:
+    def __init__(self, num_steps: int | None = None, max_forgotten: float | None = None) -> None:
         super().__init__(num_steps)
+        self.max_forgotten = max_forgotten
+        """`early_stopping.max_forgotten`. A validation beyond it is never the best."""
         self.headline = ""
         """The run's name and state; `finetune watch` sets it."""
         self.task = ""
@@ -184,6 +186,8 @@ class RunView(ProgressLine):
         self._validation = event
         name = str(event.get("best_metric", "loss"))
         value, sign = number_in(event, name), sign_of(name)
+        if self.max_forgotten is not None and (number_in(event, FORGOTTEN) or 0) > self.max_forgotten:
+            value = None
         if self._best is not None and self._best[0] != name:
             self._best = None
         if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):

@@ -52,12 +52,13 @@ class Watch:
         shown = state if state in ("running", "completed") or not reason else f"{state}: {reason}"
         self._view.headline = name_on_one_line(f"{self._folder.path.name}, {shown}")
         self._view.num_steps = run.num_steps
+        self._view.max_forgotten = run.config.early_stopping.max_forgotten if run.config else None
         return state
 
     def _look(self) -> None:
         is_new, events = self._reader.read()
         if is_new:
-            fresh = RunView(self._view.num_steps)
+            fresh = RunView(self._view.num_steps, self._view.max_forgotten)
             fresh.headline = self._view.headline
             self._view = fresh
             self._last_line_at = 0

@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 from finetune.diagnose.rehearsal_commands import error_in, start_command
 from finetune.errors import PreemptedError
+from finetune.runs.best_validation import best_point
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.metrics import number_in, sign_of, step_of
 from finetune.runs.metrics_reader import MetricsReader
-from finetune.runs.recorded_run import ENDED_EARLY, Points, best_point
+from finetune.runs.recorded_run import ENDED_EARLY, Points
 from finetune.signals import end_with_parent, received_stop_signal, stops_after_step
 from finetune.sweep.trials import FINISHED, Sweep, Trial
 from finetune.terminal import say

@@ -48,6 +48,15 @@ def test_values_of_the_best_metric_before_a_resume_are_forgotten():
     assert "best 2.6000 at step 4" in shown(view)
 
 
+def test_a_validation_that_forgot_too_much_is_not_the_best():
+    """Weights beyond `early_stopping.max_forgotten` are not published."""
+    view = view_of([2.0], num_steps=9)
+    view.max_forgotten = 0.1
+    for step, loss, forgotten in ((1, 2.5, 0.05), (2, 2.4, 0.3), (3, 2.6, 0.08)):
+        view.take({"event": "validation", "step": step, "loss": loss, "forgotten": forgotten})
+    assert "forgotten 0.080 · best 2.5000 at step 1" in shown(view)
+
+
 def test_a_wide_terminal_has_a_longer_curve_and_bar():
     view = view_of([3.0 - 0.01 * step for step in range(200)], num_steps=400)
     narrow, wide = shown(view, width=80), shown(view, width=160)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.errors import CheckpointError
+from finetune.runs.best_validation import best_validation
 from finetune.sweep import running
 from finetune.sweep.trials import Sweep, Trial, open_sweep
 from tests.in_process import run_finetune
@@ -82,6 +83,19 @@ def test_a_failed_trial_that_its_command_has_completed_is_completed(tmp_path):
     record = trial.folder / "run.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"status": "completed"}))
     assert (trial.state, trial.run.why) == ("completed", None)
+
+
+def test_a_validation_that_forgot_too_much_is_not_the_best_of_a_trial(tmp_path):
+    """Its weights are never in adapter/, though its loss may be the lowest."""
+    trial = Trial(tmp_path, 1, ASKED)
+    write_run(trial.folder, ["early_stopping.max_forgotten=0.1"])
+    event = {"event": "validation", "step": 60, "loss": 0.01, "forgotten": 0.5}
+    with (trial.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    assert [step for step, _ in trial.points()] == [20, 40]
+    best = best_validation(trial.run)
+    assert best is not None
+    assert best[0] == 40
 
 
 def test_a_trial_that_a_signal_ended_is_not_explained_by_its_last_line_alone(tmp_path, monkeypatch, capsys):
