@@ -167,7 +167,10 @@ class ChatSession:
             yield from sys.stdin
             return
         with suppress(ImportError):
-            import readline  # noqa: F401  # gives `input` a history and editing
+            import readline  # gives `input` a history and editing
+
+            # Python switches this off. Without it, each line of a pasted text would be a question of its own.
+            readline.parse_and_bind("set enable-bracketed-paste on")
         while True:
             try:
                 yield input(_PROMPT)

@@ -182,6 +182,7 @@ def screen(adapter_run):
 def test_ctrl_c_stops_an_answer_and_not_the_program(screen):
     screen.wait_for("/help lists commands")
     screen.wait_for("> ")
+    assert b"\x1b[?2004h" in screen.screen, "the terminal marks pasted lines, which are then one question"
     screen.type(ORDER)
     screen.wait_for(ORDER)
     screen.wait_for_more(300)  # the answer has begun, and comes piece by piece
