@@ -196,6 +196,7 @@ class _Writer(threading.Thread):
 
 def log_disk_need(folder: RunFolder, snapshot: Snapshot, cadence: Cadence, *, keep: int, has_best: bool) -> None:
     """Log the size of a run's checkpoints after a step, when the optimizer has its state. Warn if they do not fit."""
+    folder.refuse_lost_folder()
     at_once = cadence.most_checkpoints(keep=keep, has_best=has_best)
     need = disk_need(folder, snapshot, at_once=at_once)
     _log.info("disk: %s", need)

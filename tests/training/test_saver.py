@@ -1,6 +1,7 @@
 """Training goes on while a thread writes: what lands on the disk is the moment of the copy, one save at a time."""
 
 import logging
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -238,6 +239,13 @@ def test_the_disk_that_checkpoints_take_is_known_after_the_first_step(folder, mo
     on_disk = sum(file.stat().st_size for file in saved.path.iterdir())
     assert saved.num_bytes < on_disk < saved.num_bytes + 60_000
     assert "at most 3 of them" in str(need)
+
+
+def test_a_folder_that_was_removed_ends_the_run_before_its_disk_is_measured(tmp_path, model, optimizer):
+    with RunFolder(tmp_path / "run").open() as folder:
+        shutil.rmtree(folder.path)
+        with pytest.raises(RunFailedError, match="is no longer the folder of this run"):
+            log_disk_need(folder, snapshot(folder, model, optimizer, 1), None, keep=2, has_best=False)
 
 
 def test_a_checkpoint_that_a_save_renames_meanwhile_ends_no_prediction(folder, model, optimizer, monkeypatch, caplog):
