@@ -181,3 +181,13 @@ def test_a_head_with_a_bias_is_refused():
 def test_a_recipe_that_adds_no_tokens_says_which_one_does():
     with pytest.raises(ConfigError, match=r"recipes/finetune_new_tokens\.py"):
         add_lora(build_tiny(tiny_phi3_config()), LoraSection(new_tokens=["<x>"]))
+
+
+def test_tokens_that_a_saved_tokenizer_has_already_are_added_once_and_their_ids_ascend():
+    tokenizer = tiny_tokenizer()
+    section, other_order = (LoraSection(new_tokens=tokens) for tokens in (["<a>", "<b>"], ["<b>", "<a>"]))
+    add_tokens(tokenizer, section)
+    size = len(tokenizer)
+    add_tokens(tokenizer, other_order)
+    assert len(tokenizer) == size
+    assert ids_of_new_tokens(tokenizer, other_order) == ids_of_new_tokens(tokenizer, section) == [size - 2, size - 1]
