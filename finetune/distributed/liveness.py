@@ -60,6 +60,7 @@ class Liveness:
         self.is_timed = False
         self._lone_watchdog: Watchdog | None = None
         """Watches over the deadlines of a world of one, once there is one."""
+        self._where: tuple[str, int | None] = ("set-up", None)
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._make_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._phase = ExitStack()
@@ -95,12 +96,13 @@ class Liveness:
         if self.watchdog is None and self._lone_watchdog is None and hasattr(os, "fork"):
             lone = self._lone_watchdog = self._make_watchdog(master_addr="127.0.0.1", broadcast=lambda value: value)
             self.on_close(lambda _: lone.close())
+            lone.enter_phase(*self._where, timed=False)
         watchdog = self.watchdog or self._lone_watchdog
         return nullcontext() if watchdog is None else watchdog.deadline(seconds, late, record)
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is. If the phase is `timed`, `parallel.step_timeout_minutes` starts anew."""
-        self.is_timed = timed
+        self.is_timed, self._where = timed, (phase, step)
         if (watchdog := self.watchdog or self._lone_watchdog) is not None:
             watchdog.enter_phase(phase, step, timed=timed and watchdog is self.watchdog)
         self._phase.close()

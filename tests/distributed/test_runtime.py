@@ -115,17 +115,26 @@ def test_of_several_failing_ranks_the_first_is_named_and_equal_errors_are_report
     assert own[-1] == (2, DataError.exit_code, "DataError: row 7")
 
 
-def test_the_guardian_of_one_process_learns_the_phase_without_a_time_limit():
+def test_the_guardian_of_one_process_learns_the_phase_without_a_time_limit(monkeypatch):
     told = []
 
     class Watchdog:
         def enter_phase(self, phase, step, *, timed):
             told.append((phase, step, timed))
 
+        def deadline(self, *_):
+            return nullcontext()
+
+        def close(self):
+            """Nothing to close."""
+
+    monkeypatch.setattr("finetune.distributed.liveness.Liveness._make_watchdog", lambda *_, **__: Watchdog())
     with launch(Config.model_validate({"training": {"device": "cpu"}})) as runtime:
-        runtime.liveness._lone_watchdog = Watchdog()
-        runtime.liveness.enter_phase("training", 12)
-    assert told == [("training", 12, False)]
+        runtime.liveness.enter_phase("rollout", 1)
+        with runtime.liveness.deadline(9.0, "late"):
+            pass
+        runtime.liveness.enter_phase("training", 1)
+    assert told == [("rollout", 1, False), ("training", 1, False)]
 
 
 def test_the_gradient_norm_is_measured_and_clipped():
