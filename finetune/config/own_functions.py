@@ -33,7 +33,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def resolve_functions(
-    names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
+    names: Sequence[str],
+    known: Mapping[str, Function],
+    allowed_modules: Sequence[str] = (),
+    *,
+    asked_by: str,
+    awaits: bool = False,
 ) -> dict[str, Function]:
     """Look up functions by name. Imports a module only if it is allowed. The functions of a file share its globals.
 
@@ -43,15 +48,23 @@ def resolve_functions(
         allowed_modules: the modules that dotted names may refer to, or the paths of their files; from the command line
             only.
         asked_by: the option or key that names the functions; `…s-from` or `…_from` allows modules.
+        awaits: whether the caller awaits a coroutine that a function returns.
 
     Raises:
-        ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
+        ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function;
+            or an `async def` that nobody awaits.
     """
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
     import_file = cache(_import_file)
-    return {
+    functions = {
         name: _resolve(name, known, allowed_modules, asked_by, allowed_by, import_file) for name in dict.fromkeys(names)
     }
+    if not awaits and (name := next(filter(lambda name: inspect.iscoroutinefunction(functions[name]), functions), "")):
+        raise ConfigError(
+            f"{asked_by} is {name}, which is an async def: its call returns a coroutine, and no result. Name a def "
+            f"that ends in return asyncio.run({name.rpartition('.')[2]}(...))."
+        )
+    return functions
 
 
 def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[str], list[str]]:
@@ -141,11 +154,6 @@ def _resolve(
     if not callable(function):
         close = did_you_mean(attribute, [key for key, value in vars(source).items() if callable(value)])
         raise ConfigError(f"{asked_by} is {name}, but {file or module} has no function {attribute}. {close}".rstrip())
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"{asked_by} is {name}, which is an async def: its call returns a coroutine, and no result. Name a def "
-            f"that ends in return asyncio.run({attribute}(...))."
-        )
     return cast(Function, function)
 
 

@@ -183,8 +183,10 @@ def test_a_recipe_that_adds_no_tokens_says_which_one_does():
         add_lora(build_tiny(tiny_phi3_config()), LoraSection(new_tokens=["<x>"]))
 
 
-def test_tokens_that_a_saved_tokenizer_has_already_are_added_once_and_their_ids_ascend():
+def test_tokens_that_a_runs_tokenizer_has_already_are_added_once_and_their_ids_ascend(tmp_path):
     tokenizer = tiny_tokenizer()
+    (tmp_path / "adapter_config.json").touch()
+    tokenizer.name_or_path = str(tmp_path)
     section, other_order = (LoraSection(new_tokens=tokens) for tokens in (["<a>", "<b>"], ["<b>", "<a>"]))
     add_tokens(tokenizer, section)
     size = len(tokenizer)

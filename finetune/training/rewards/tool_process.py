@@ -144,8 +144,9 @@ def _serve(connection: Connection[Any, Any]) -> None:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
     try:
-        known = {} if asked["asked_by"] == "rollout.environment" else BUILT_IN
-        functions = resolve_functions(asked["tools"], known, asked["tools_from"], asked_by=asked["asked_by"])
+        asked_by = asked["asked_by"]
+        known = {} if asked_by == "rollout.environment" else BUILT_IN
+        functions = resolve_functions(asked["tools"], known, asked["tools_from"], asked_by=asked_by, awaits=True)
         tools = {name.rpartition(".")[2]: function for name, function in functions.items()}
         ready = {"schemas": _describe(tools) if asked["describes"] else "", "problem": None}
     except ConfigError as error:
