@@ -16,7 +16,6 @@ from finetune.cli.report import write_report
 from finetune.cli.run_options import STYLES, OptionRules, refuse_several_processes
 from finetune.config.schema import Config, DataSection
 from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
-from finetune.runs.best_validation import best_point
 from finetune.sweep.running import run_trials
 from finetune.sweep.space import draw_trials, read_space
 from finetune.sweep.trials import Sweep, Trial, open_sweep
@@ -177,7 +176,7 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
     rows: list[list[str | tuple[str, str]]] = []
     remarks: list[str] = []
     for trial, state in zip(trials, states, strict=True):
-        point = best_point(trial.points(), sweep.metric)
+        point = trial.best_point()
         name = f"{trial.name} (best)" if best is not None and best.name == trial.name else trial.name
         measured = [f"{point[1]:.4f}", str(point[0])] if point else ["", ""]
         rows.append([name, *trial.values.values(), *measured, (state, STYLES.get(state, ""))])

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from finetune.diagnose.rehearsal_commands import error_in, start_command
 from finetune.errors import PreemptedError
-from finetune.runs.best_validation import best_point
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.metrics import number_in, sign_of, step_of
 from finetune.runs.metrics_reader import MetricsReader
@@ -191,7 +190,7 @@ class _RunningTrial:
     def _note_end(self, is_stopping: bool) -> None:
         """Say how the trial ended, and note it if it failed."""
         trial, code = self._trial, self._process.returncode
-        state, best = trial.state, best_point(trial.points(), self._sweep.metric)
+        state, best = trial.state, trial.best_point()
         if code in (0, PreemptedError.exit_code) or is_stopping or state == "running":
             measured = f", {self._sweep.metric} {best[1]:.4g} at step {best[0]}" if best else ""
             _say(f"{trial.name}: {state}{measured}")

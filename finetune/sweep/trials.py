@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.errors import CheckpointError
 from finetune.limits import read_regular
-from finetune.runs.best_validation import publishable_points
+from finetune.runs.best_validation import best_point, publishable_points
 from finetune.runs.comparison import differing, format_value
 from finetune.runs.durable import describe_os_error, is_leftover, replace_file
 from finetune.runs.file_lock import file_lock
@@ -81,7 +81,13 @@ class Trial:
     def points(self) -> Points:
         """Return step and metric of each validation, up to the validation after which the trial was ended early."""
         run = self.run
-        return publishable_points(run, self._metric)[: run.note.get("validation")]
+        return run.points("validation", self._metric)[: run.note.get("validation")]
+
+    def best_point(self) -> tuple[int, float] | None:
+        """Return step and metric of the best of these validations from which weights could be published, if any."""
+        steps = {step for step, _ in self.points()}
+        points = [point for point in publishable_points(self.run, self._metric) if point[0] in steps]
+        return best_point(points, self._metric)
 
     def end(self, state: str, facts: Mapping[str, Any]) -> None:
         """Note that the trial ended early or failed."""

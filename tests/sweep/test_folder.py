@@ -92,8 +92,9 @@ def test_a_validation_that_forgot_too_much_is_not_the_best_of_a_trial(tmp_path):
     event = {"event": "validation", "step": 60, "loss": 0.01, "forgotten": 0.5}
     with (trial.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
-    assert [step for step, _ in trial.points()] == [20, 40]
+    assert [step for step, _ in trial.points()] == [20, 40, 60], "halving compares validations by their number"
     best = best_validation(trial.run)
+    assert best == trial.best_point()
     assert best is not None
     assert best[0] == 40
 
