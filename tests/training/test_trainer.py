@@ -205,10 +205,11 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, 
     assert record(broken)["status"] == "completed"
 
 
-def test_another_global_batch_cannot_go_on_with_a_run(words, complete, tmp_path):
+def test_another_global_batch_cannot_go_on_with_a_run(words, complete, tmp_path, capsys):
     shutil.copytree(complete[0], tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"global batch of 8 examples, this run asks for 6.*batch_size=8"):
         train([*words, "training.global_batch_size=6", "resume=auto"])
+    assert "no effect on the curve" not in capsys.readouterr().err
 
 
 def test_the_adapter_folder_holds_the_best_step(words, tmp_path, monkeypatch):

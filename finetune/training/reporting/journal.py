@@ -84,11 +84,11 @@ class Journal:
             if config.resume == "auto" and self.folder.checkpoint_steps():
                 from finetune.training.resume import accepted_changes, refuse_other_global_batch  # only then
 
+                size = global_batch["global_batch_size"]
+                refuse_other_global_batch(self.folder, config, global_batch_size=size, world_size=world["world_size"])
                 changes = accepted_changes(
                     self.folder, config, fingerprints, former_fingerprints(), refuse_misfit, world.get("precision")
                 )
-                size = global_batch["global_batch_size"]
-                refuse_other_global_batch(self.folder, config, global_batch_size=size, world_size=world["world_size"])
             recorded = config.model_copy(update={"resume_allow": []})  # an allowed change holds for one start only
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file)
