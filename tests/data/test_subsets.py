@@ -12,7 +12,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.mixture import names_of_sources
 from finetune.data.subsets import MOST_VALUES, by_column
 from finetune.errors import DataError
-from finetune.training.validation import measured_in_subsets
+from finetune.training.validation import answered_rows, measured_in_subsets
 from tests.data.conftest import encode
 
 
@@ -85,6 +85,28 @@ def test_metrics_of_a_script_are_measured_in_each_subset(make_section, write_jso
     measured = measured_in_subsets(config, found, {"mine": len})
     assert measured == [f"{metric}/{name}" for name in names for metric in ("loss", "mine")]
     assert measured_in_subsets(config, found, {}) == [f"loss/{name}" for name in names]
+
+
+def test_metrics_are_measured_in_the_subsets_of_the_rows_that_are_answered(make_section, write_jsonl):
+    rows = [{"prompt": f"Hi {n}", "completion": "yes", "kind": "de" if n % 2 else "en"} for n in range(8)]
+    section = make_section(path=write_jsonl(rows), validation="50%")
+    found = by_column(section, "kind", {"validation": encode(section).validation})["validation"]
+
+    def answered(*words):
+        return load_config(["model=phi_tiny", "data=orders", "validation.by=kind", "validation.num_samples=1", *words])
+
+    config = answered()
+    sample = answered_rows(config, found)
+    (subset,) = (found.subset_names[index] for index in sample.subset.tolist())
+    assert len({*rows_of(found).values()}) == 2
+    assert [name for name in measured_in_subsets(config, found, {"mine": len}) if "mine" in name] == [f"mine/{subset}"]
+
+    def sources(config):
+        return [[rows.source(row) for row in range(len(rows))] for rows in [answered_rows(config, found)]]
+
+    others = [sources(answered(f"data.split_seed={seed}")) for seed in range(9)]
+    assert sources(answered("seed=7")) == sources(config) in others
+    assert any(other != others[0] for other in others)
 
 
 @pytest.mark.parametrize(

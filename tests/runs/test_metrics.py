@@ -156,13 +156,25 @@ def test_the_record_names_the_commit_and_whether_it_was_changed(tmp_path, monkey
 
 
 def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):
-    RunRecord(tmp_path / "run.json").start(RunStart(**START))
+    measured = {"memory": {"peak_bytes": 5}, "profile": {"step": 3}, "base_answers": {"rows": 2}}
+    first = RunRecord(tmp_path / "run.json")
+    first.start(RunStart(**START))
+    first.update(**measured, num_steps=9)
     again = RunRecord(tmp_path / "run.json")
     again.start(RunStart(**START | {"world_size": 1}))
     record = read_run_record(again.path)
     assert record["world_size"] == 1
+    assert record.items() >= (measured | {"num_steps": None}).items(), "what only an earlier start measured"
     assert len(record["starts"]) == 2
     assert record["finished"] is None
+
+
+def test_a_record_of_a_process_that_has_ended_says_that_the_run_failed(tmp_path):
+    RunRecord(tmp_path / "run.json").start(RunStart(**START))
+    RunRecord(tmp_path / "run.json").fail("RunFailedError: late")
+    record = read_run_record(tmp_path / "run.json")
+    assert (record["status"], record["result"]) == ("failed", {"error": "RunFailedError: late"})
+    assert {name: record[name] for name in START} == START
 
 
 @pytest.mark.parametrize("text", ["", "[]"])

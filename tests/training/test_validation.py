@@ -135,6 +135,11 @@ def test_only_the_command_line_allows_a_module(tmp_path):
     assert list(check_metrics(config_of(*words), ())) == ["math.dist"]
 
 
+def test_a_metric_of_the_script_replaces_ours_of_the_same_name():
+    config = config_of("validation.metrics=exact_match")
+    assert check_metrics(config, (), given={"exact_match": len, "mine": len}) == {"exact_match": len, "mine": len}
+
+
 def test_a_metric_in_a_file_is_a_criterion(tmp_path, monkeypatch):
     (tmp_path / "scores.py").write_text("def bleu(answer, expected): return float(len(answer))\n")
     monkeypatch.chdir(tmp_path)
