@@ -112,7 +112,7 @@ def test_mappings_merge_lists_are_replaced_and_braces_empty(write):
 
 
 def test_a_section_with_nothing_in_it_changes_nothing(write):
-    write("r.yaml", "optim: {learning_rate: 1.0}\n")
+    write("r.yaml", "model: null\noptim: {learning_rate: 1.0}\n")
     write("configs/task/t.yaml", "optim:\ndata: {}\n")
     assert compose(["task=t"], run="r.yaml", complete=False).optim.learning_rate == 1.0
 
@@ -287,6 +287,13 @@ def test_a_name_outside_the_allow_list_is_never_imported(write):
 
 
 # --- origins ------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_are_of_the_command_line_if_all_of_them_are(monkeypatch):
+    typed = ["model=phi_tiny", "data=orders", "seed=1"]
+    monkeypatch.setattr("sys.argv", ["recipe.py", *typed])
+    assert load_config(typed).origin("seed") == "command line"
+    assert load_config([*typed, "lora.r=4"]).origin("seed") == "overrides"
 
 
 def test_where_each_value_came_from(write):

@@ -36,6 +36,7 @@ from tests.launches import REPOSITORY
         ("--lr 1e-4", "lr=1e-4"),
         ("--resume", "resume=auto"),
         ("--resume never", "resume=never"),
+        ("--resume -h", "resume=auto -h"),
         ("--resume output_dir=runs/x", "resume=auto output_dir=runs/x"),
         ("--resume quickstart", "resume=auto quickstart"),
         ("--output-dir seed=1", "output_dir=seed=1"),
@@ -84,8 +85,10 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
     assert done.returncode == 2
     assert "another tool (base_model, adapter, lora_r, …)" in done.errors
     assert "finetune init --from peer.yml" in done.errors
-    (tmp_path / "ours.yml").write_text("base_model: x\nadapter: x\nlora_r: 8\nlora.r: 8\n")
-    assert "--from" not in run_finetune("train", "ours.yml").errors
+    theirs = "base_model: x\nadapter: x\n"
+    for ours in ("lora_r: 8\nlora.r: 8\n", "lora_r: 8\nmodel: phi_tiny\n", "seed: 1\n"):
+        (tmp_path / "ours.yml").write_text(theirs + ours)
+        assert "--from" not in run_finetune("train", "ours.yml").errors
 
 
 @pytest.mark.parametrize(

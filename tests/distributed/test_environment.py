@@ -137,6 +137,7 @@ def test_half_a_launch_is_refused_and_never_completed_from_another_family():
         ({**TORCHRUN, "RANK": "1" * 5000}, "RANK is '1111"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT is 65536"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT is 0"),
     ],
 )
 def test_contradictions_and_what_is_no_number_are_refused_by_name(environ, said):

@@ -18,6 +18,7 @@ from finetune.distributed.device import best_precision
 from finetune.distributed.environment import read_environment
 from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.launch import _check_world, _refuse_what_mps_lacks, launch
+from finetune.distributed.liveness import in_a_line
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, FinetuneError, LaunchError
 from finetune.fallbacks import Fallbacks
@@ -79,7 +80,8 @@ def test_joining_and_leaving_respect_the_launchers_variables(two_ranks):
 
 
 def test_alone_every_verb_answers_without_a_group():
-    with launch(config()) as runtime:
+    with launch(config(parallel={"gradient_sync": "ddp"})) as runtime:
+        assert not runtime.placement.needs_equal_microbatches, "torch's reducer needs a group"
         assert (runtime.rank, runtime.world_size, runtime.is_main_process) == (0, 1, True)
         assert (runtime.collectives.backend, runtime.environment.launcher) == ("none", "none")
         assert not torch.distributed.is_initialized()
@@ -217,6 +219,12 @@ def test_closing_actions_run_last_first_and_are_told_the_error():
     with launch(config()) as runtime:
         runtime.liveness.on_close(heard.append)
     assert heard[-1] is None
+
+
+def test_the_error_of_a_loaders_worker_is_one_line_with_its_cause():
+    text = "Caught ValueError in worker 0.\nTraceback (most recent call last):\n  File, line 3\nValueError: torn row\n"
+    assert in_a_line(ValueError(text)) == "ValueError: Caught ValueError in worker 0. ValueError: torn row"
+    assert in_a_line(ValueError()) == "ValueError"
 
 
 def test_accumulation_asked_of_accelerate_is_refused_and_the_next_launch_is_clean(monkeypatch):
