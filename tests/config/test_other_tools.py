@@ -61,6 +61,7 @@ def test_each_name_is_answered():
         ("rollout.num_samples", "rollout.num_generations"),
         ("rollout.max_length", "rollout.max_completion_length"),
         ("training.learning_rat", "optim.learning_rate"),
+        ("validation.max_new_token", "validation.max_new_tokens"),
         ("optim.kl_coef", "grpo.beta"),
         ("data.max_tokens", "data.max_length"),
         ("training.random_seed", "seed"),

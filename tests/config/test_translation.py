@@ -408,6 +408,26 @@ def test_several_files_are_one_run_and_may_not_say_the_same():
     assert "learning_rate is in several of the files" in run_finetune("init", *both, code=2).errors
 
 
+@pytest.mark.parametrize(("value", "method"), [("false", "full"), ("true", "lora")])
+def test_trl_says_by_use_peft_what_is_trained(value, method):
+    assert read(f"learning_rate: 1.0e-5\nuse_peft: {value}\n")[0]["training.method"] == method
+
+
+def test_answers_of_trl_are_counted_as_prompts_once():
+    text = "num_generations: 4\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-6\n"
+    settings, sentences = read(text)
+    assert settings["training.global_batch_size"] == 4
+    assert "Choose training.global_batch_size" not in sentences
+
+
+def test_a_file_of_deepspeed_may_be_beside_the_file_that_names_it():
+    Path("below").mkdir()
+    Path("below/sharded.json").write_text('{"zero_optimization": {"stage": 3}}', encoding="utf-8")
+    file = Path("below/args.yaml")
+    file.write_text("learning_rate: 1.0e-5\ndeepspeed: sharded.json\n", encoding="utf-8")
+    assert translate_file(file).settings["parallel", "sharding"].value == "fsdp2"
+
+
 def test_an_override_says_which_loss_a_value_of_trl_belongs_to():
     Path("other.yaml").write_text("beta: 0.3\nlearning_rate: 1.0e-5\nuse_peft: true\n", encoding="utf-8")
     Path("mine.yaml").write_text(translated("other.yaml", "training.objective=dpo"), encoding="utf-8")
