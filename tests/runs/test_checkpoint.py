@@ -297,6 +297,24 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(folder, lora, pack
     assert newest_valid(folder) is None
 
 
+def test_an_older_checkpoint_is_preferred_only_if_it_can_still_have_the_best(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step, best in ((2, 2), (4, 3), (6, 4), (8, 4)):
+        folder.checkpoint(step).mkdir(parents=True)
+        state = TrainerState(step=step, best_step=best)
+        (folder.checkpoint(step) / "state.json").write_text(json.dumps(state.as_record()))
+
+    def newest(*damaged):
+        torn = {folder.checkpoint(step) for step in damaged}
+        path = newest_valid(folder, lambda path: ["torn"] if path in torn or not path.exists() else [])
+        return path and int(path.name.removeprefix("step-"))
+
+    assert newest() == 8
+    assert newest(8, 6) == 4, "the best, step 3, was never saved"
+    assert newest(4) == 2
+    assert newest(2, 4) == 8, "no checkpoint is left from which the best could be trained again"
+
+
 def test_pruning_keeps_the_newest_and_the_best(folder, lora):
     for step in (4, 8, 12, 16, 20):
         save(folder, lora, step)
