@@ -325,7 +325,7 @@ def _answer_all(
     """Make the record of each prompt that --json prints: the tuned model's answer, and the base's under `base`."""
     from finetune.inference.decoding import room_for_answer
 
-    encoded = [generator.encode(prompt) for prompt in prompts]
+    encoded = generator.encode(prompts)
     rooms = [room_for_answer(generator.model, ids, generator.decoding.max_new_tokens) for ids in encoded]
     records: list[dict[str, Any]] = [
         {

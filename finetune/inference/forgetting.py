@@ -15,7 +15,7 @@ from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, generate_answers, group_prompts
-from finetune.inference.prompts import encode_prompt, read_general_prompts
+from finetune.inference.prompts import encode_prompts, read_general_prompts
 from finetune.inference.verdict import standard_error
 from finetune.logs import waiting
 from finetune.runs.model_files import has_adapter
@@ -95,10 +95,7 @@ def measure_forgetting(
         return Forgetting(why_not="every weight was trained: `finetune evaluate RUN` loads the base, and measures it")
     reference = tuned.model if base is None else base.model
     try:
-        ids, others = (
-            [encode_prompt(AnswerTokens(loaded.tokenizer), prompt) for prompt in prompts]
-            for loaded in (tuned, base or tuned)
-        )
+        ids, others = (encode_prompts(AnswerTokens(loaded.tokenizer), prompts) for loaded in (tuned, base or tuned))
         if ids != others:
             return Forgetting(why_not="the two models read the prompts as different tokens")
         batches = group_prompts(reference, ids, batch_size=AT_ONCE, max_new_tokens=MAX_NEW_TOKENS)

@@ -146,11 +146,23 @@ class Generator:
                 _log.info('tools are offered, %s (--tools "" offers none): %s', count, quote(tools))
         return Opening(usual.system if system is None else system or None, tools or "")
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt as token ids. A system turn and tools from the command line replace those of the prompt.
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Encode prompts as token ids. A system turn and tools from the command line replace those of a prompt.
 
         Without them, a prompt of a single turn gets those that the training rows usually have.
         """
+        from finetune.inference.prompts import encode_prompts
+
+        return encode_prompts(self._tokens, [self._with_opening(prompt) for prompt in prompts])
+
+    def encode_whole(self, prompt: Prompt) -> list[int]:
+        """Encode a prompt with its own turns and tools alone."""
+        from finetune.inference.prompts import encode_prompt
+
+        return encode_prompt(self._tokens, prompt)
+
+    def _with_opening(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with the system turn and the tools that `encode` gives it."""
         from finetune.inference.opening import with_system_turn
 
         system, tools = self._settings.system, self._settings.tools
@@ -160,13 +172,7 @@ class Generator:
         if prompt.messages and (prompt.is_open or tools is not None):
             own = prompt.tools if tools is None else ""
             prompt = replace(prompt, tools=own or self.opening.tools)
-        return self.encode_whole(prompt)
-
-    def encode_whole(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt with its own turns and tools alone."""
-        from finetune.inference.prompts import encode_prompt
-
-        return encode_prompt(self._tokens, prompt)
+        return prompt
 
     def batch(self, name: str, prompts: Sequence[Sequence[int]], *, batch_size: int) -> list[list[int]]:
         """Answer encoded prompts with the model `name`, `base` or `tuned`. Collective; see `generate_answers`."""

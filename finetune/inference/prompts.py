@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from finetune.errors import DataError
 from finetune.inference.answers import answer_text
 
 _log = logging.getLogger(__name__)
+_RENDERED_AT_ONCE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,19 @@ def read_rows(
     return prompts
 
 
+def encode_prompts(tokens: AnswerTokens, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Encode prompts as `encode_prompt` does. The chat template renders many of them in one request to its process."""
+    has_template, encoded = tokens.tokenizer.chat_template is not None, list[list[int]]()
+    for start in range(0, len(prompts), _RENDERED_AT_ONCE):
+        batch = prompts[start : start + _RENDERED_AT_ONCE]
+        dialogues = [
+            Dialogue(prompt.messages, (), prompt.tools) for prompt in batch if prompt.messages and has_template
+        ]
+        rendered = iter(tokens.template.render(dialogues, with_prompt=True))
+        encoded += [_encode(tokens, prompt, rendered) for prompt in batch]
+    return encoded
+
+
 def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:
     """Encode a prompt, with the header of the assistant's turn. Without a chat template, a single turn is plain text.
 
@@ -123,35 +137,34 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:
     Raises:
         DataError: a text contains a special token, or the template refuses the turns.
     """
-    tokenizer = tokens.tokenizer
-    dialogue = Dialogue(prompt.messages, (), prompt.tools)
-    if not prompt.messages:
-        text = prompt.text
-    elif tokenizer.chat_template is None:
-        if len(prompt.messages) > 1:
-            raise DataError(
-                f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked. Set "
-                f"{WITHOUT_TEMPLATE}."
-            )
-        text = prompt.shown
+    return encode_prompts(tokens, [prompt])[0]
+
+
+def _encode(tokens: AnswerTokens, prompt: Prompt, rendered: Iterator[str | BadRowError]) -> list[int]:
+    """Encode a prompt. If the chat template renders its turns, their text is the next one of `rendered`."""
+    is_rendered = bool(prompt.messages) and tokens.tokenizer.chat_template is not None
+    if is_rendered:
+        text = _check_rendered(tokens, prompt, next(rendered))
+    elif len(prompt.messages) > 1:
+        raise DataError(
+            f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked. Set "
+            f"{WITHOUT_TEMPLATE}."
+        )
     else:
-        bad = tokens.special_text_in(Example(row_type="messages", messages=dialogue.turns, tools=dialogue.tools))
-        if bad is not None:
-            raise DataError(f"{prompt.source}: {bad}.")
-        text = _render(tokens, dialogue, prompt.source)
-    is_rendered = bool(prompt.messages) and tokenizer.chat_template is not None
+        text = prompt.shown
     ids = tokens.tokenize([text], is_rendered=is_rendered)[0].ids if text else []
     if not ids:
         raise DataError(f"{prompt.source} is empty: there is nothing to answer.")
     return ids
 
 
-def _render(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
-    template = tokens.template
-    (text,) = template.render([dialogue], with_prompt=True)
-    if isinstance(text, BadRowError):
-        raise DataError(f"{source}: {text}.") from text
-    ignored = template.ignored(dialogue)
+def _check_rendered(tokens: AnswerTokens, prompt: Prompt, text: str | BadRowError) -> str:
+    """Return the rendered text. Refuse special tokens in the prompt, and turns or tools that cannot be rendered."""
+    template, source = tokens.template, prompt.source
+    bad = tokens.special_text_in(Example(row_type="messages", messages=prompt.messages, tools=prompt.tools))
+    if bad is not None or isinstance(text, BadRowError):
+        raise DataError(f"{source}: {bad or text}.")
+    ignored = template.ignored(Dialogue(prompt.messages, (), prompt.tools))
     if ("", "tools") in ignored:
         raise DataError(f"{source} offers tools, which this model's chat template leaves out. Remove them.")
     if ignored:

@@ -22,7 +22,7 @@ from finetune.data.turns import Dialogue
 from finetune.data.values import BadRowError, with_unique_keys
 from finetune.errors import ConfigError
 from finetune.inference.answers import Answer, AnswerReader, is_equal, parse_json
-from finetune.inference.prompts import Prompt, encode_prompt, parse_prompt, read_rows
+from finetune.inference.prompts import Prompt, encode_prompts, parse_prompt, read_rows
 from finetune.logs import waiting
 from finetune.units import counted
 
@@ -156,7 +156,7 @@ class Suite(NamedTuple):
                 f"{self.metric} offers tools. The chat template of this model leaves them out, or writes calls "
                 "in a form that is not read here; expected JSON with name and arguments. Leave this --suite out."
             )
-        return [encode_prompt(tokens, task.prompt) for task in self.tasks]
+        return encode_prompts(tokens, [task.prompt for task in self.tasks])
 
 
 def read_suites(names: Sequence[str]) -> list[Suite]:

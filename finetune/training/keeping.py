@@ -29,7 +29,7 @@ from finetune.inference.decoding import Decoding, generate_answers, group_prompt
 from finetune.inference.divergence import compare_answers
 from finetune.inference.forgetting import AT_ONCE, MAX_NEW_TOKENS
 from finetune.inference.losses import SplitLosses, sum_losses
-from finetune.inference.prompts import encode_prompt, read_general_prompts, read_prompts_file
+from finetune.inference.prompts import encode_prompts, read_general_prompts, read_prompts_file
 from finetune.limits import is_own_file, open_regular
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary, max_context
@@ -228,7 +228,7 @@ def encode_measured_prompts(config: Config, model: Any, tokenizer: PreTrainedTok
     recorded = recorded_paths(RunFolder(config.output_dir).path)
     prompts = read_general_prompts(recorded.get(key, config.testing.general_prompts))
     few = [prompts[row] for row in sorted(shuffled(len(prompts), 0)[:_MOST_PROMPTS])]
-    encoded = [encode_prompt(AnswerTokens(tokenizer), prompt) for prompt in few]
+    encoded = encode_prompts(AnswerTokens(tokenizer), few)
     for prompt, ids in zip(few, encoded, strict=True):
         if len(ids) >= context:
             raise DataError(
@@ -278,7 +278,7 @@ def _encode_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, num_rows
     """Encode as many prompts as an epoch has rows on top, or all if there are fewer."""
     prompts = _read_prompts(config)
     chosen = sorted(shuffled(len(prompts), config.data.split_seed)[: _num_rows(config, num_rows)])
-    encoded = [encode_prompt(AnswerTokens(tokenizer), prompts[row]) for row in chosen]
+    encoded = encode_prompts(AnswerTokens(tokenizer), [prompts[row] for row in chosen])
     longest, row = max(zip(map(len, encoded), chosen, strict=True), default=(0, 0))
     if encoded and longest + _LONGEST_ANSWER > config.data.max_length:
         is_shipped = config.data.keep_prompts.startswith(SHIPPED_PREFIX)

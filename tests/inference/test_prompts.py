@@ -11,7 +11,14 @@ from finetune.data.examples import Opening, read_opening
 from finetune.data.templates import AnswerTokens
 from finetune.errors import DataError
 from finetune.inference.opening import usual_opening, with_system_turn
-from finetune.inference.prompts import Prompt, encode_prompt, read_json_lines, read_prompts_file, user_prompt
+from finetune.inference.prompts import (
+    Prompt,
+    encode_prompt,
+    encode_prompts,
+    read_json_lines,
+    read_prompts_file,
+    user_prompt,
+)
 from tests.tiny import add_default_bos, tiny_tokenizer
 
 USER = {"role": "user", "content": "three crates"}
@@ -138,6 +145,21 @@ def test_a_template_that_refuses_the_turns_is_told():
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="row: the chat template refuses the row: roles must alternate"):
         encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
+
+
+def test_many_prompts_are_rendered_in_one_request_and_keep_their_order(monkeypatch):
+    tokens = AnswerTokens(tiny_tokenizer())
+    tools = '[{"name": "weather"}]'
+    questions = [user_prompt(f"{number} crates", f"prompt {number}") for number in range(6)]
+    prompts = [*questions[:2], Prompt(source="text", text="three"), replace(questions[2], tools=tools), *questions[3:]]
+    alone = [encode_prompt(tokens, prompt) for prompt in prompts]
+    sizes, call = [], tokens.template._call
+    monkeypatch.setattr(tokens.template, "_call", lambda rows, *rest: sizes.append(len(rows)) or call(rows, *rest))
+    assert encode_prompts(tokens, prompts) == alone
+    assert sizes == [2, 1, 3], "one request for each run of prompts with the same tools"
+    bad = user_prompt("a<|end|>b", "prompt 7")
+    with pytest.raises(DataError, match=r"^prompt 7: .*special token"):
+        encode_prompts(tokens, [*prompts, bad])
 
 
 def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog):
