@@ -157,9 +157,9 @@ class Generator:
 
     def encode_whole(self, prompt: Prompt) -> list[int]:
         """Encode a prompt with its own turns and tools alone."""
-        from finetune.inference.prompts import encode_prompt
+        from finetune.inference.prompts import encode_prompts
 
-        return encode_prompt(self._tokens, prompt)
+        return encode_prompts(self._tokens, [prompt])[0]
 
     def _with_opening(self, prompt: Prompt) -> Prompt:
         """Return a prompt with the system turn and the tools that `encode` gives it."""

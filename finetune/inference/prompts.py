@@ -117,27 +117,21 @@ def read_rows(
 
 
 def encode_prompts(tokens: AnswerTokens, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode prompts as `encode_prompt` does. The chat template renders many of them in one request to its process."""
-    has_template, encoded = tokens.tokenizer.chat_template is not None, list[list[int]]()
-    for start in range(0, len(prompts), _RENDERED_AT_ONCE):
-        batch = prompts[start : start + _RENDERED_AT_ONCE]
-        dialogues = [
-            Dialogue(prompt.messages, (), prompt.tools) for prompt in batch if prompt.messages and has_template
-        ]
-        rendered = iter(tokens.template.render(dialogues, with_prompt=True))
-        encoded += [_encode(tokens, prompt, rendered) for prompt in batch]
-    return encoded
+    """Encode prompts, each with the header of the assistant's turn. One request renders many of them.
 
-
-def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:
-    """Encode a prompt, with the header of the assistant's turn. Without a chat template, a single turn is plain text.
-
-    Plain text begins with the beginning-of-sequence token if the tokenizer puts it there by default.
+    Without a chat template, a single turn is plain text. It begins with the beginning-of-sequence token if the
+    tokenizer puts it there by default.
 
     Raises:
         DataError: a text contains a special token, or the template refuses the turns.
     """
-    return encode_prompts(tokens, [prompt])[0]
+    has_template, encoded = tokens.tokenizer.chat_template is not None, list[list[int]]()
+    for start in range(0, len(prompts), _RENDERED_AT_ONCE):
+        batch = prompts[start : start + _RENDERED_AT_ONCE]
+        dialogues = [Dialogue(each.messages, (), each.tools) for each in batch if each.messages and has_template]
+        rendered = iter(tokens.template.render(dialogues, with_prompt=True))
+        encoded += [_encode(tokens, prompt, rendered) for prompt in batch]
+    return encoded
 
 
 def _encode(tokens: AnswerTokens, prompt: Prompt, rendered: Iterator[str | BadRowError]) -> list[int]:

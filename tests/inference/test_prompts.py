@@ -13,7 +13,6 @@ from finetune.errors import DataError
 from finetune.inference.opening import usual_opening, with_system_turn
 from finetune.inference.prompts import (
     Prompt,
-    encode_prompt,
     encode_prompts,
     read_json_lines,
     read_prompts_file,
@@ -24,6 +23,11 @@ from tests.tiny import add_default_bos, tiny_tokenizer
 USER = {"role": "user", "content": "three crates"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": "oranges"}
+
+
+def encode_prompt(tokens, prompt):
+    (ids,) = encode_prompts(tokens, [prompt])
+    return ids
 
 
 def lines(*rows):
