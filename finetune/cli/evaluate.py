@@ -150,7 +150,6 @@ def evaluate_command(
     """Evaluate as the options say: print the measures, and write them to a file if one is named."""
     from finetune.config.own_functions import resolve_functions, split_functions_in_files
     from finetune.inference.answers import METRICS
-    from finetune.inference.evaluation_record import with_finite_numbers
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
     from finetune.inference.suites import read_suites
@@ -189,6 +188,8 @@ def evaluate_command(
     changes = [*(overrides or []), *(settings or [])]
     run = find_run(run_folder, changes, base=base, checkpoint=checkpoint, is_alone=harness is not None)
     if harness is not None:
+        from finetune.inference.evaluation_record import with_finite_numbers
+
         results = _measure_by_harness(run, harness, harness_tasks)
         measured = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
         record = with_finite_numbers(measured)
