@@ -334,7 +334,8 @@ def _translate(setting: Setting, translation: Translation) -> None:
         try:
             values, sentence = _answer(name, meaning, value, translation)
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):  # the tool itself would refuse it
-            sentence = f"Set {meaning}. finetune cannot read this value."
+            todo = meaning if meaning.endswith(".") else f"Set {meaning}."
+            sentence = f"{todo} finetune cannot read this value."
     if (objective := translation.objective) and not all(map(translation.facts.reads_key, values)):
         values, sentence = {}, f"{NOTHING}: training.objective is {objective}, which does not read this."
     for key, ours in values.items():

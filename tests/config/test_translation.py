@@ -688,6 +688,16 @@ def test_values_of_another_type_are_left_to_the_user():
         assert all(re.search(rf"^{name}[:.]", noted, re.MULTILINE) for name in names)
 
 
+def test_a_number_in_quotes_is_left_to_the_user_in_whole_sentences():
+    text = (
+        "num_generations: '4'\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-6\n"
+    )
+    Path("trl.yaml").write_text(text, encoding="utf-8")
+    noted = [str(note) for note in translate_file(Path("trl.yaml")).notes]
+    (of_batch,) = [note for note in noted if "training.global_batch_size" in note]
+    assert re.fullmatch(r"Set training\.global_batch_size: [^.]+\. finetune cannot read this value\.", of_batch)
+
+
 @pytest.mark.parametrize("text", [".", "..", "1.2.3"])
 def test_text_that_begins_like_a_number_is_no_number(text):
     Path("lf.yaml").write_text(f"stage: sft\nfinetuning_type: lora\noutput_dir: {text}\n", encoding="utf-8")
