@@ -147,7 +147,7 @@ def did_you_mean_key(dotted: str) -> str:
 
 
 def _closest_keys(section: str, last: str) -> str:
-    """Return the key of the section that is spelled almost like the last part of a key; else those of the others."""
+    """Return the key of this section that is spelled almost like `last`. If there is none, look in all sections."""
     own = section_class(section)
     if own and (close := closest(last, own.model_fields)):
         return f"{section}.{close}"

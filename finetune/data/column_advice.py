@@ -370,7 +370,7 @@ def column_settings(settings: Mapping[str, str], examples: ReadRows) -> str:
     """Write settings of `data.columns` for these rows: as overrides, or in a mixture as the key of their source."""
     if not examples.name:
         return column_overrides(settings)
-    of_source = inline_yaml({**examples.columns, **settings})  # a source's own columns replace those of all
+    of_source = inline_yaml({**examples.columns, **settings})  # the columns of a source replace data.columns
     return f"columns: {of_source} in the source {examples.name} of data.mixture"
 
 

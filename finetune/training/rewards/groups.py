@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 METRICS = ("entropy", "clipped", "kl", "ratio", "clipped_ratio")
-"""Means over the tokens of the answers in the loss: without `grpo.beta`, those whose advantage is not 0.
+"""Means over the tokens of the answers that a step learns from. Without `grpo.beta`, their advantage is not 0.
 
 `entropy` is -log p of the sampled tokens, in nats, which estimates the entropy. `clipped` is the share of tokens with a
 clipped ratio. `kl` is the divergence from the reference, in nats, if the loss has one. `ratio` is the probability of a
