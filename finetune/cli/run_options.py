@@ -164,7 +164,7 @@ def log_as_this_rank(level: int = logging.INFO) -> None:
 @contextmanager
 def giving_back_logs() -> Iterator[None]:
     """Give a script its loggers back if the block raises before a launch begins. A launch does so at its end."""
-    is_of_script = logging.getLogger(PACKAGE).propagate  # a run may call such a function, and keeps its logger
+    is_of_script = logging.getLogger(PACKAGE).propagate  # False within a run, which keeps its logger
     try:
         yield
     except BaseException:

@@ -28,7 +28,7 @@ BLOCK_OVERHEAD = 600
 KEY_OVERHEAD = 16
 """The cost of gathering a key and adding up its gradient, in pairs of query and key."""
 MOST_COST = 1 << 22
-"""The largest cost of a merged block, whose bias takes 4 bytes for each pair. Rows of 4,096 tokens do not reach it."""
+"""The largest cost of a merged block. Its bias takes 4 bytes for each pair. Rows of 4,096 tokens stay below it."""
 
 
 def attention(

@@ -147,9 +147,10 @@ class Generator:
         return Opening(usual.system if system is None else system or None, tools or "")
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Encode prompts as token ids. A system turn and tools from the command line replace those of a prompt.
+        """Encode prompts as token ids.
 
-        Without them, a prompt of a single turn gets those that the training rows usually have.
+        A system turn or tools from the command line replace the prompt's own. If the command line has none, a prompt of
+        a single turn gets the system turn and the tools that most training rows have.
         """
         from finetune.inference.prompts import encode_prompts
 

@@ -233,9 +233,9 @@ def _with_computed_precision(
 def _other_rows(
     run: RecordedRun, folder: RunFolder, start: Mapping[str, Any] | None, now: Mapping[str, str]
 ) -> list[_Difference] | None:
-    """Return the splits whose rows have changed; None, with a warning, where run.json does not record them.
+    """Return the splits whose rows have changed. If run.json does not record the rows, warn and return None.
 
-    Reward functions also get columns that are no tokens, so these are compared if the tokens are the same.
+    Reward functions also get columns that are not encoded. They are compared if the encoded rows are the same.
     """
     if start is None:
         _log.warning("%s does not record the rows of the start, so they could not be compared", folder.record_file)
