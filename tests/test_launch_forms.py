@@ -119,7 +119,6 @@ def test_a_rank_that_leaves_does_not_look_at_the_folder_that_rank_0_writes_by_th
 
 
 @pytest.mark.warm
-@pytest.mark.promise
 def test_if_the_other_rank_never_comes_the_curve_stays_the_same(tmp_path):
     variables = place_variables(0, 2, free_port())
     codes, (said,) = ends(start("python", tmp_path, "parallel.timeout_minutes=0.05", variables=variables))

@@ -201,7 +201,7 @@ def start_encoding(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_while_one_process_encodes_another_waits_and_reads(tmp_path, logged):
     other = start_encoding(tmp_path, 0.5)
     rows = load_or_encode(

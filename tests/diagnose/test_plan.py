@@ -216,6 +216,7 @@ def test_the_forward_is_the_one_that_training_chooses(words):
     assert [finding.area for finding in called.findings] == ["Engine"]
 
 
+@pytest.mark.slow
 def test_a_model_that_the_engine_does_not_know_is_told_why(tmp_path, capsys):
     GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64).save_pretrained(tmp_path)
     words = [f"model={tmp_path}", "data.max_length=32", "lora.r=2", "strict=true"]

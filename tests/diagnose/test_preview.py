@@ -276,7 +276,7 @@ def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp
     assert "".join(span["text"] for span in other["spans"]).count("<think>") == 1
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_conversation_with_tools_is_made_up_after_each_prompt(base: Path, tmp_path: Path, capsys) -> None:
     rows = [json.dumps({"prompt": f"{n} + 1?", "completion": f"{n + 1}"}) for n in range(2)]
     words = run_over(tmp_path, base, train=rows, validation=rows[:1])

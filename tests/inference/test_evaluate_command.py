@@ -184,6 +184,7 @@ def test_rows_that_the_run_was_trained_on_are_left_out(measured, figures, held_o
         file.write_text(before)
 
 
+@pytest.mark.slow
 def test_a_training_row_is_recognised_with_another_column_and_in_another_file(
     figures, measured, held_out_run, tmp_path, caplog
 ):
@@ -231,6 +232,7 @@ def test_a_run_without_a_record_of_its_rule_and_rows_keeps_its_rows(figures, hel
     assert "rows.safetensors cannot be read" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_keeps_its_rows_also_when_it_resumes(figures, held_out_run, tmp_path, capsys):
     words = [f"data.path={held_out_run[1]}", "data.format=auto", "data.max_rows=null", "data.test=6"]
     words += ["testing.num_samples=0", "testing.metrics=[]"]

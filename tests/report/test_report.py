@@ -222,7 +222,7 @@ def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     assert "profile of step 3: 100 % attention" in (folder.parent / "page.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_memory_is_drawn_where_it_was_recorded(tmp_path):
     folder = write_run(tmp_path / "a", num_steps=5)
     with (folder / "metrics.jsonl").open("a") as file:

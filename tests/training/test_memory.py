@@ -137,6 +137,7 @@ def test_least_memory_is_checkpointing_one_row_and_inputs_of_layers_in_main_memo
     assert MemoryChoice.from_record(on_gpu.as_record(), config_of()) is None
 
 
+@pytest.mark.slow
 def test_least_memory_keeps_the_embedding_in_main_memory_if_a_step_does_not_fit_otherwise() -> None:
     sizes = {"tie_word_embeddings": False, "vocab_size": 2000, "max_position_embeddings": 1024}
     model = add_lora(build_tiny(tiny_phi3_config(**sizes)), LoraSection(r=2)).train()
@@ -200,6 +201,7 @@ def test_a_run_with_its_embedding_in_main_memory_ends_with_the_same_bytes(
     assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
+@pytest.mark.slow
 def test_inputs_of_layers_in_main_memory_take_none_of_the_device() -> None:
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
     found = {}

@@ -167,7 +167,7 @@ def calls(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_run_with_tools_shows_them_in_context_and_offers_them_without_its_data(calls, tmp_path):
     folder = tmp_path / "run"
     few = ["data.chat_template=phi4_mini", "testing.num_samples=1", "testing.max_new_tokens=1"]
