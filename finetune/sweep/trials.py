@@ -7,6 +7,7 @@ beside it, in `trial-007.ended.json`: that the sweep ended it early, or that its
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -79,15 +80,18 @@ class Trial:
         return "not started" if run.state == "unknown" and not run.folder.holds_run() else run.state
 
     def points(self) -> Points:
-        """Return step and metric of each validation, up to the validation after which the trial was ended early."""
+        """Return step and metric of each validation, up to the validation after which the trial was ended early.
+
+        The metric is NaN where weights could not be published (`early_stopping.max_forgotten`).
+        """
         run = self.run
-        return run.points("validation", self._metric)[: run.note.get("validation")]
+        publishable = dict(publishable_points(run, self._metric))
+        validations = run.points("validation", self._metric)[: run.note.get("validation")]
+        return [(step, publishable.get(step, math.nan)) for step, _ in validations]
 
     def best_point(self) -> tuple[int, float] | None:
-        """Return step and metric of the best of these validations from which weights could be published, if any."""
-        steps = {step for step, _ in self.points()}
-        points = [point for point in publishable_points(self.run, self._metric) if point[0] in steps]
-        return best_point(points, self._metric)
+        """Return step and metric of the best of these validations; None without one."""
+        return best_point(self.points(), self._metric)
 
     def end(self, state: str, facts: Mapping[str, Any]) -> None:
         """Note that the trial ended early or failed."""

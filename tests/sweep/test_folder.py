@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -93,6 +94,7 @@ def test_a_validation_that_forgot_too_much_is_not_the_best_of_a_trial(tmp_path):
     with (trial.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     assert [step for step, _ in trial.points()] == [20, 40, 60], "halving compares validations by their number"
+    assert math.isnan(trial.points()[-1][1]), "and none of the others loses against it"
     best = best_validation(trial.run)
     assert best == trial.best_point()
     assert best is not None

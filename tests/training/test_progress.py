@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from finetune.config.compose import load_config
 from finetune.logs import configure_logs, report_progress, waiting
 from finetune.training.reporting.live_view import view_and_keys
 from finetune.training.reporting.progress import TrainingProgress, show_what_next
@@ -20,6 +21,10 @@ def package_log(caplog, monkeypatch):
     return caplog
 
 
+def config_of(*words):
+    return load_config(["model=phi_tiny", "data=orders", *words])
+
+
 def event(step, epoch, loss, tokens_per_second):
     return {"event": "step", "step": step, "epoch": epoch, "loss": loss, "tokens_per_second": tokens_per_second}
 
@@ -31,7 +36,7 @@ def run(progress, steps):
 
 
 def test_without_a_terminal_the_log_gets_a_line_now_and_then(package_log, capsys):
-    run(TrainingProgress(25, log_every=10), range(1, 26))
+    run(TrainingProgress(config_of(), 25), range(1, 26))
     assert [message.split(" · ")[0] for message in package_log.messages] == ["step 10/25", "step 20/25", "step 25/25"]
     assert package_log.messages[0].startswith("step 10/25 · epoch 1 · loss 1.2346 · 1,900 tokens/s · ")
     assert package_log.messages[-1].endswith(" 0 s left")
@@ -41,7 +46,7 @@ def test_without_a_terminal_the_log_gets_a_line_now_and_then(package_log, capsys
 def test_time_left_counts_the_steps_of_this_start_only(package_log, monkeypatch):
     clock = iter([0.0, 0.0, 200.0])
     monkeypatch.setattr("finetune.training.reporting.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    run(TrainingProgress(130, first_step=100, log_every=10), [110])
+    run(TrainingProgress(config_of(), 130, first_step=100), [110])
     assert package_log.messages == ["step 110/130 · epoch 1 · loss 1.2346 · 1,900 tokens/s · 6 min 40 s left"]
 
 
@@ -54,7 +59,8 @@ def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
     kept = io.StringIO()
     logger.addHandler(logging.StreamHandler(kept))
     screen = io.StringIO()
-    progress = TrainingProgress(20, log_every=5, console=Console(file=screen, force_terminal=True, width=120))
+    config = config_of("training.log_every=5")
+    progress = TrainingProgress(config, 20, console=Console(file=screen, force_terminal=True, width=120))
     with progress:
         for step in range(1, 21):
             progress.write(event(step, 1, 0.5, 1000))
@@ -80,13 +86,23 @@ def test_the_view_shows_how_far_a_validation_has_come(monkeypatch):
     configure_logs(0)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
-    with TrainingProgress(20, log_every=5, console=console) as progress:
+    with TrainingProgress(config_of(), 20, console=console) as progress:
         progress.write(event(5, 1, 0.5, 1000))
         assert rows_of_view(console, progress).keys() == {"step", "loss", "rate", "speed"}
         with waiting("validation"):
             report_progress("64 of 200 rows")
             assert rows_of_view(console, progress)["now"] == "validation, 64 of 200 rows"
         assert "now" not in rows_of_view(console, progress)
+
+
+def test_the_view_of_training_knows_which_validations_cannot_be_the_best(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [])
+    configure_logs(0)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with TrainingProgress(config_of("early_stopping.max_forgotten=0.1"), 20, console=console) as progress:
+        progress.write({"event": "validation", "step": 5, "loss": 0.5, "forgotten": 0.05})
+        progress.write({"event": "validation", "step": 10, "loss": 0.4, "forgotten": 0.2})
+        assert "best 0.5000 at step 5" in str(rows_of_view(console, progress))
 
 
 def rows_of_view(console: Console, progress: TrainingProgress) -> dict[str, str]:

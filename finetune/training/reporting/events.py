@@ -28,7 +28,7 @@ class RunEvents:
 
     def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks, warnings: RunWarnings) -> None:
         self.metrics = MetricsWriter(folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue")
-        self._log_every = config.training.log_every
+        self._config = config
         self._warnings = warnings
         self._trackers: Trackers | None = None
         if config.training.report_to:
@@ -42,7 +42,7 @@ class RunEvents:
         self.metrics.cut_behind(first_step, owes_validation=owes_validation)
         if self._trackers is not None:
             self._trackers.start(first_step=first_step)
-        self._progress = TrainingProgress(num_steps, first_step=first_step, log_every=self._log_every)
+        self._progress = TrainingProgress(self._config, num_steps, first_step=first_step)
         for event in iterate_events(self.metrics.path):
             self._warnings.take(event)
             self._progress.recall(event)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from finetune.config.schema import Config
     from finetune.fallbacks import Fallback
     from finetune.runs.view import RunView
     from finetune.training.reporting.live_view import CellView
@@ -31,19 +32,17 @@ _log = logging.getLogger(__name__)
 class TrainingProgress:
     """Show the progress of training: a live view on a terminal or in a notebook, elsewhere a log line now and then."""
 
-    def __init__(
-        self, total_steps: int, *, first_step: int = 0, log_every: int = 10, console: Console | None = None
-    ) -> None:
+    def __init__(self, config: Config, total_steps: int, first_step: int = 0, console: Console | None = None) -> None:
         self._total = total_steps
         self._first = first_step
-        self._log_every = log_every
+        self._log_every = config.training.log_every
         self._is_in_cell = console is None and is_notebook()
         self._console = None if self._is_in_cell else _on_terminal(console)
         self._view: RunView | None = None
         if self._is_in_cell or self._console is not None:
             from finetune.runs.view import RunView
 
-            self._view = RunView(total_steps)
+            self._view = RunView(total_steps, config.early_stopping.max_forgotten)
         self._line = self._view or ProgressLine(total_steps)
         self._line.step = first_step
         self._shown = ExitStack()
