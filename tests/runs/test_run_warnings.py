@@ -9,7 +9,7 @@ from finetune.training.reporting.run_warnings import RunWarnings
 from finetune.training.rewards.warnings import RewardWarnings
 from tests.runs.made_runs import step_event
 
-HEALTHY = {"reward": 0.5, "equal_groups": 0.5, "truncated": 0.1, "entropy": 1.0}
+HEALTHY = {"reward": 0.5, "equal_groups": 0.5, "truncated": 0.1, "drawn_entropy": 1.0}
 
 
 def said(losses, warnings=None, **changes):
@@ -118,12 +118,13 @@ def test_ten_bad_steps_are_said_once(values, kind):
 def test_a_warning_does_not_hide_the_others_and_causes_come_first():
     bad = {"equal_groups": 1.0, "truncated": 1.0}
     assert kinds(steps(40, **bad)) == ["truncated", "equal"]
-    assert kinds([*steps(20, **bad), *steps(20, **bad, entropy=0.01)]) == ["truncated", "equal", "collapsed"]
+    assert kinds([*steps(20, **bad), *steps(20, **bad, drawn_entropy=0.01)]) == ["truncated", "equal", "collapsed"]
 
 
 def test_an_entropy_that_collapses():
-    assert kinds([*steps(20), *steps(9, entropy=0.0)]) == []
-    assert kinds([*steps(20), *steps(10, entropy=0.09)]) == ["collapsed"]
+    assert kinds([*steps(20), *steps(9, drawn_entropy=0.0)]) == []
+    assert kinds([*steps(20), *steps(10, drawn_entropy=0.09)]) == ["collapsed"]
+    assert kinds([*steps(20), *steps(10, entropy=0.09)]) == [], "that of the answers with an advantage alone"
 
 
 def test_rewards_that_rise_while_validations_fall():

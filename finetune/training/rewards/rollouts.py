@@ -219,6 +219,7 @@ class RolloutLoader:
         group_advantages = advantages_of(
             table, self._rewards.weights, self._config.grpo.scale_rewards, num_generations=group
         )
+        nats = [value for answer in answers for value in answer.nats]
         metrics = {
             "reward": float(group_advantages.rewards.nanmean()),
             "reward_std": float(group_advantages.deviations.mean()),
@@ -226,6 +227,7 @@ class RolloutLoader:
             "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
             "answer_length": sum(answer.num_generated for answer in answers) / len(answers),
             "truncated": sum(not answer.has_end for answer in answers) / len(answers),
+            "drawn_entropy": math.fsum(nats) / len(nats) if nats else math.nan,
             **self._answering.metrics_of(answers),
         }
         numbers = {name: value for name, value in metrics.items() if not math.isnan(value)}

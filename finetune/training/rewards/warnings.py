@@ -38,16 +38,16 @@ class RewardWarnings(RunWarnings):
         """Return the warning that a step causes, if any."""
         if self._added:
             return self._added.pop()
-        for name in ("reward", "equal_groups", "truncated", "entropy"):
+        for name in ("reward", "equal_groups", "truncated", "drawn_entropy"):
             if (value := number_in(event, name)) is not None:
                 self._metrics.setdefault(name, deque(maxlen=_WINDOW)).append(value)
-        if len(self._first_entropy) < _WINDOW and (entropy := number_in(event, "entropy")) is not None:
+        if len(self._first_entropy) < _WINDOW and (entropy := number_in(event, "drawn_entropy")) is not None:
             self._first_entropy.append(entropy)
         return next((sign for sign in self._signs() if sign.name not in self._said), None)
 
     def _signs(self) -> Iterator[RunWarning]:
         """Yield a warning for each sign that the last steps show, causes first, whether it was given before or not."""
-        equal, truncated, entropy = (self._mean(name) for name in ("equal_groups", "truncated", "entropy"))
+        equal, truncated, entropy = (self._mean(name) for name in ("equal_groups", "truncated", "drawn_entropy"))
         if truncated is not None and truncated > _MOST_TRUNCATED:
             yield RunWarning(
                 "truncated",

@@ -42,7 +42,7 @@ from tests.tiny_training import (
 
 pytestmark = pytest.mark.warm
 
-ROLLOUT = ("reward", "reward_std", "reward_regex", "equal_groups", "answer_length", "truncated")
+ROLLOUT = ("reward", "reward_std", "reward_regex", "equal_groups", "answer_length", "truncated", "drawn_entropy")
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +331,7 @@ def test_a_run_that_made_no_update_over_all_its_starts_is_no_success(inputs, tmp
     steps, log = curve(run), (run / "log.txt").read_text()
     assert [(step["equal_groups"], step["grad_norm"]) for step in steps] == [(1, 0)] * 3
     assert "entropy" not in steps[0], "no token was computed"
+    assert steps[0]["drawn_entropy"] > 0, "that of all answers, whatever their rewards"
     assert log.count("wanted an update, using none: the gradient was zero") == 2, "once for each start"
     assert record(run)["status"] == "failed"
     assert RunFolder(run).checkpoint_steps() == [2, 3]
