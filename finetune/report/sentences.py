@@ -100,12 +100,12 @@ def _of_one(run: RecordedRun) -> str:
     state = ENDED_EARLY if run.state == ENDED_EARLY else run.status
     if state in _NOT_COMPLETED:
         where = f"at step {run.last_step:,}" if run.last_step else "before its first step"
-        change = _fall("training loss", finite(run.points("step", "loss")))
+        change = _fall(run, "step")
         return f"{_NOT_COMPLETED[state]} {where}" + (f": {change}." if change else ".")
     if run.status != "completed":
         known = {"running": "It has not ended", "stopped": "It ended without recording how"}
         doing = known.get(run.state, "It is not known how it ended")
-        change = _fall("training loss", finite(run.points("step", "loss")))
+        change = _fall(run, "step")
         return f"{doing}: {change} in {steps}." if change else f"{doing}, and no step is recorded."
     scores = run.scores()
     base, tuned, score = scores.get("base", {}), scores.get("tuned", {}), score_of_headline([run])
@@ -118,8 +118,7 @@ def _of_one(run: RecordedRun) -> str:
         change = _change(f"Loss on the {run.tested_split} split", base["loss"], tuned["loss"])
         rows = f", over {run.rows_of_test_loss}" if run.rows_of_test_loss else ""
         return f"{change}, from base to tuned model{rows}."
-    validation, training = (finite(run.points(event_type, "loss")) for event_type in ("validation", "step"))
-    change = _fall("validation loss", validation) or _fall("training loss", training)
+    change = _fall(run, "validation") or _fall(run, "step")
     return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
 
 
@@ -167,7 +166,11 @@ def _losses(runs: Sequence[RecordedRun]) -> set[tuple[object, ...]]:
     return losses
 
 
-def _fall(name: str, points: list[tuple[int, float]]) -> str:
+def _fall(run: RecordedRun, event_type: str) -> str:
+    """Describe how the loss has changed over steps or validations, or the reward: its loss is near 0 in each step."""
+    metric = "reward" if run.objective.generates_answers else "loss"
+    points = finite(run.points(event_type, metric))
+    name = f"{'training' if event_type == 'step' else event_type} {metric}"
     return _change(name, points[0][1], points[-1][1]) if len(points) > 1 else ""
 
 

@@ -374,6 +374,13 @@ def test_no_number_stands_twice_on_the_page(tmp_path):
     assert [text.count(value) for value in ("0.4167", "0.55")] == [1, 1]
 
 
+def test_the_headline_of_a_run_on_rewards_says_how_they_changed(tmp_path):
+    run = write_run(tmp_path / "a", ["training.objective=grpo"], num_steps=2, status="failed")
+    steps = [event | {"reward": event["step"] / 4} for event in events(run)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in steps))
+    assert headline(open_runs([run])) == "It failed at step 2: training reward rose from 0.25 to 0.5."
+
+
 @pytest.mark.process
 def test_rollouts_show_their_best_and_worst_answers(tmp_path):
     run = write_run(tmp_path / "a", ["training.objective=grpo"], num_steps=9)
