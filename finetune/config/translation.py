@@ -53,6 +53,8 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     },
 }
 """What a tool does if its file does not say, where finetune would do something else."""
+_DEFAULTS_OF_REWARDS: dict[str, object] = {"max_completion_length": 512, "use_bias_correction_kl": True}
+"""The same of GRPO in TRL, which axolotl uses. The second multiplies what `beta` weighs."""
 _OTHER_NAMES = {"eval_strategy": "evaluation_strategy", "warmup_ratio": "warmup_steps"}
 """Other names for what has a default. In a file that gives one a value, the default does not count."""
 _MOST_WARMUP = 100
@@ -263,12 +265,7 @@ def translate_file(path: Path, objective: str | None = None, others: Sequence[Pa
             f"{shown_path(path)}: most of its settings ({', '.join(unknown[:3])}, …) belong to none of the tools that "
             "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
         )
-    has_value = {setting.key[0] for setting in settings if setting.value is not None}
-    defaults = {
-        name: value
-        for name, value in _DEFAULTS[tool].items()
-        if name not in given and _OTHER_NAMES.get(name) not in has_value
-    }
+    defaults = _defaults_of(tool, settings)
     values = defaults | {setting.dotted: setting.value for setting in settings}
     if tool == LLAMA_FACTORY and values.get("stage") == "pt" and values.get("packing") is None:  # its default
         values["packing"] = True
@@ -292,6 +289,22 @@ def translate_file(path: Path, objective: str | None = None, others: Sequence[Pa
         setting = next(setting for setting in settings if _without_section(setting.key) == ("bf16",))
         _add(("training", "precision"), "fp32", setting, translation)
     return translation
+
+
+def _defaults_of(tool: str, settings: Sequence[Setting]) -> dict[str, object]:
+    """Return the defaults of a tool that count beside these settings."""
+    values = {_without_section(setting.key)[0]: setting.value for setting in settings}
+    has_value = {setting.key[0] for setting in settings if setting.value is not None}
+    defaults = {
+        name: value
+        for name, value in _DEFAULTS[tool].items()
+        if all(setting.key[0] != name for setting in settings) and _OTHER_NAMES.get(name) not in has_value
+    }
+    if values.get("num_generations"):
+        defaults |= {name: value for name, value in _DEFAULTS_OF_REWARDS.items() if name not in values}
+    if not values.get("beta"):
+        defaults.pop("use_bias_correction_kl", None)
+    return defaults
 
 
 def _without_section(key: tuple[str, ...]) -> tuple[str, ...]:
@@ -497,7 +510,9 @@ def _convert_optimizer(name: str, value: Any, source: Translation) -> Answer | N
         case "warmup_steps" | "warmup_ratio":
             return _warmup(value, source, is_ratio=name == "warmup_ratio")
         case "learning_rate" if value is None:
-            defaults = "TrainingArguments has 5e-5, SFTConfig 2e-5, DPOConfig 1e-6; finetune has 2e-4, for LoRA"
+            defaults = (
+                "TrainingArguments has 5e-5, SFTConfig 2e-5, DPOConfig and GRPOConfig 1e-6; finetune has 2e-4, for LoRA"
+            )
             return {}, f"Set optim.learning_rate. The file leaves it to its trainer: {defaults}."
         case "optimizer.params.lr" if source.first("scheduler.params.warmup_max_lr") not in (None, value):
             return {}, f"{NOTHING}: the scheduler of DeepSpeed sets the rate to its warmup_max_lr."

@@ -377,9 +377,13 @@ def test_learning_from_rewards_is_translated(text, prompts):
     assert (config.training.objective, config.rollout.num_generations) == ("grpo", 4)
     assert config.training.global_batch_size == prompts
     assert (config.grpo.beta, config.grpo.loss_type) == (0.04, "dr_grpo")
+    assert config.rollout.max_completion_length == 512, "the default of TRL"
     written = Path("mine.yaml").read_text(encoding="utf-8")
     assert written.count("# DECIDE: Set reward.functions") == 1
     assert ("counts prompts here, not answers: divide" in written) == (prompts is None)
+    assert "#     use_bias_correction_kl: true" in written, "the default of TRL, which has no counterpart"
+    Path("other.yaml").write_text(text.replace("beta: 0.04", "beta: 0.0"), encoding="utf-8")
+    assert "use_bias_correction_kl" not in translated("other.yaml")
 
 
 @pytest.mark.parametrize(("accumulation", "prompts"), [(1, 2), (2, 4)])
