@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from finetune.data.encoded import EncodedExamples
 
 _log = logging.getLogger(__name__)
-
 _MAX_NAMED = 3
 _FEW_DROPPED = 0.01
 _FEW_TARGETS, _MOST_TARGETS = 0.01, 0.99
@@ -240,10 +239,11 @@ def _apply(
     if action == "drop":
         _log.warning("%s. They are left out (data.%s=drop).", problem, check.key)
         return _without(parts, [~mask for mask in masks], split, check.key, check.advice.format(**known))
-    message = f"{problem}: {check.so}. {check.advice.format(**known)}"
+    is_cut_prompt = parts[0].are_prompts and check.advice == _RAISE_LENGTH
+    so = "prompts and expected answers must be whole" if is_cut_prompt else check.so
     drop = f"data.{check.key}=drop to leave these rows out" if len(found) < num_rows else ""
-    keep = "" if parts[0].are_prompts and check.advice == _RAISE_LENGTH else f"data.{check.key}=warn to keep them"
-    _warn_or_refuse(action, message, refused, drop, keep)
+    keep = "" if is_cut_prompt else f"data.{check.key}=warn to keep them"
+    _warn_or_refuse(action, f"{problem}: {so}. {check.advice.format(**known)}", refused, drop, keep)
     return parts
 
 

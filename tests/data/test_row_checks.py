@@ -80,12 +80,14 @@ def test_rows_without_a_target(make_section, write_jsonl):
 
 
 @pytest.mark.parametrize(("row", "key"), [(LONG_PROMPT, "on_no_target"), (LONG_ANSWER, "on_truncated_answer")])
-def test_prompts_that_are_cut_can_only_be_left_out(make_section, write_jsonl, row, key):
+def test_prompts_that_are_cut_can_only_be_left_out(make_section, write_jsonl, logged, row, key):
     """`PromptRows` refuses them, so no advice may say to keep them."""
     section = make_section(path=write_jsonl([SHORT, row]), max_length=10)
     with pytest.raises(DataError, match=r"Raise data\.max_length") as caught:
         encode_examples(load_examples(section, "prompts"), tiny_tokenizer(), section)
     assert str(caught.value).endswith(f", or set data.{key}=drop to leave these rows out.")
+    said = [str(caught.value), *(line for line in logged() if "longer than" in line)]
+    assert [line.count(": prompts and expected answers must be whole. ") for line in said] == [1, 1], "not cut off"
     left = section.model_copy(update={key: "drop"})
     assert len(encode_examples(load_examples(left, "prompts"), tiny_tokenizer(), left).train) == 1
 
