@@ -228,7 +228,8 @@ class ChatSession:
                 conversation.turns.clear()
             self._note(self._describe_system())
         elif command == "/tool" and conversation.waiting_calls:
-            conversation.add("tool", text)
+            if text:
+                conversation.add("tool", text)
             if waiting := conversation.waiting_calls:
                 self._note(f"the call of {waiting[0]['function']['name']} waits for its result: /tool TEXT.")
             else:

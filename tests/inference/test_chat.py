@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from finetune.cli.chat import Conversation, chat
+from finetune.cli.chat import ChatSession, Conversation, chat
 from finetune.cli.generate import generate_command as generate
 from finetune.errors import ConfigError
 from finetune.inference.answers import Answer
@@ -66,6 +66,16 @@ def test_each_of_several_calls_gets_a_result_with_its_own_id():
     ids = [turn["tool_call_id"] for turn in talk.turns if turn["role"] == "tool"]
     assert ids == [call["id"] for turn in talk.turns for call in turn.get("tool_calls", ())]
     assert len(set(ids)) == 4
+
+
+def test_a_result_without_a_text_is_asked_for_again(capsys):
+    session = ChatSession.__new__(ChatSession)
+    session._conversation = talk = Conversation()
+    talk.add("user", "a")
+    talk.answer(Answer("[…]", calls=({"name": "weather", "arguments": {}},)))
+    session._obey("/tool", "")
+    assert talk.waiting_calls
+    assert "the call of weather waits for its result: /tool TEXT." in capsys.readouterr().err
 
 
 @pytest.fixture
