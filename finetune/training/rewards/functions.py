@@ -7,13 +7,15 @@ installed and allowed by the command line.
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from finetune.config.own_functions import resolve_functions
 from finetune.data.rendering import match_patterns
@@ -243,11 +245,29 @@ class Rewards:
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function in a thread, where no signal raises KeyboardInterrupt: it is the function's own error."""
     try:
-        return _as_list(function(**arguments))
+        with _exit_is_an_error():
+            return _as_list(function(**arguments))
     except KeyboardInterrupt as error:
         if received_stop_signal() is not None:  # perhaps of a program that the function started, and Ctrl-C ended
             raise
         raise RuntimeError("it raised KeyboardInterrupt") from error
+
+
+@contextmanager
+def _exit_is_an_error() -> Iterator[None]:
+    """Let os._exit raise an error in this thread: code of an answer that a function runs could end the run with 0."""
+    leave, own = os._exit, (os.getpid(), threading.get_ident())
+
+    def refuse(code: int) -> NoReturn:
+        if own != (os.getpid(), threading.get_ident()):  # a forked child, or a thread of this program
+            leave(code)
+        raise RuntimeError(f"it called os._exit({code})")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _as_list(values: Any) -> Any:

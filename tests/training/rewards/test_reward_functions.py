@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from finetune.training.rewards.objective import RewardedAnswers
 
 MODULE = "rewards_of_mine.orders"
 SOURCE = """
+import os
 import threading
 seen, waits = [], threading.Event()
 
@@ -31,6 +33,11 @@ def some(completions, **columns): return [None, *[1] * (len(completions) - 1)]
 def truth(completions, **columns): return tuple(len(completion) > 1 for completion in completions)
 def fails(completions, **columns): return [1 / 0 for _ in completions]
 def leaves(completions, **columns): raise SystemExit(3)
+def exits(completions, **columns):
+    if child := os.fork():
+        return [float(os.waitpid(child, 0)[1] >> 8)] * len(completions)
+    os._exit(7)
+def exits_itself(completions, **columns): os._exit(0)
 def interrupts(completions, **columns): raise KeyboardInterrupt
 def returns_nan(completions, **columns): return [0.5, float("nan"), 1.0][: len(completions)]
 def returns_huge(completions, **columns): return [0, 10**400, 1][: len(completions)]
@@ -203,6 +210,13 @@ def test_a_function_that_changes_its_arguments_changes_no_other_answer_s_and_no_
     for _ in range(2):
         assert rewards_of(".edits")(answers) == [[3], [3]]
     assert (prompt[0]["content"], columns) == ("?", {"cases": ["a", "bc"]})
+
+
+def test_a_function_can_end_its_own_child_but_not_the_run(own, monkeypatch):
+    assert rewards_of(".exits")(THREE) == [[7]] * 3
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # without a mend, pytest would end here
+    with pytest.raises(DataError, match=r"exits_itself failed on 3 answers.*: RuntimeError\('it called os._exit\(0\)'"):
+        rewards_of(".exits_itself")(THREE)
 
 
 def test_a_function_may_not_take_longer_than_it_is_given(own):
