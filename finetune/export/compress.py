@@ -21,7 +21,7 @@ from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.merge import merged_beside
 from finetune.export.model_card import Compressed, fill_card, hub_base
 from finetune.export.out_folder import new_folder, refuse_taken
-from finetune.export.quantizing import Quantizer, find_program
+from finetune.export.quantizing import FEWEST_TOKENS, Quantizer, find_program
 from finetune.export.runtimes import load_transformers
 from finetune.export.served_comparison import served_vectors
 from finetune.export.vectors import (
@@ -42,6 +42,7 @@ from finetune.runs.durable import FolderWriter
 from finetune.runs.model_files import LoadedRun
 from finetune.runs.recorded_rows import read_row_record
 from finetune.training.measuring import KnownRows, measure_split
+from finetune.units import counted
 
 PYTHON = "FINETUNE_LLMCOMPRESSOR"
 """Names the Python of an environment that has llm-compressor. Without it, it must be installed beside finetune."""
@@ -121,7 +122,7 @@ def find_quantizer(llama_cpp: Path, run: FinishedRun | None, num_rows: int | Non
     """Find llama.cpp's quantizer. With `num_rows`, draw training rows of the run for an importance matrix.
 
     Raises:
-        ConfigError: a program is missing, or the run's rows have no single answer.
+        ConfigError: a program is missing, the run's rows have no single answer, or the drawn rows have too few tokens.
         DataError: the run's rows are not there any more.
     """
     program = find_program("llama-quantize", llama_cpp)
@@ -130,8 +131,25 @@ def find_quantizer(llama_cpp: Path, run: FinishedRun | None, num_rows: int | Non
     refuse_rows_without_answer(run)
     imatrix_program, tokenizer = find_program("llama-imatrix", llama_cpp), build_run_tokenizer(run.config)
     splits = encode_examples(load_examples(run.config.data), tokenizer, run.config.data)
-    rows = tuple(str(tokenizer.decode(ids)) for ids in draw_rows(splits, num_rows, run.config.seed))
+    drawn = draw_rows(splits, num_rows, run.config.seed)
+    refuse_few_tokens(drawn, len(splits.train))
+    rows = tuple(str(tokenizer.decode(ids)) for ids in drawn)
     return Quantizer(program=program, imatrix_program=imatrix_program, rows=rows, is_strict=run.config.strict)
+
+
+def refuse_few_tokens(drawn: list[list[int]], num_rows: int) -> None:
+    """Refuse too few tokens for an importance matrix before minutes of merging.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    num_tokens = sum(map(len, drawn))
+    if num_tokens < FEWEST_TOKENS:
+        more = "name more rows" if len(drawn) < num_rows else "leave it out, because the run has no more rows"
+        raise ConfigError(
+            f"--imatrix {len(drawn)} draws rows of {counted(num_tokens, 'token')} together, and llama-imatrix needs "
+            f"{FEWEST_TOKENS:,}: {more}. Nothing was written."
+        )
 
 
 def refuse_rows_without_answer(run: FinishedRun) -> None:

@@ -20,6 +20,8 @@ from finetune.export.served_comparison import ServedModel, served_vectors
 from finetune.export.vectors import Vectors, compare_logits
 from finetune.fallbacks import Fallback, Fallbacks
 
+FEWEST_TOKENS = 1024
+"""llama-imatrix needs the tokens of two contexts, each of the 512 that `Quantizer.quantize` asks for."""
 _TEXT, _MATRIX, _QUANTIZED = "training-rows.txt", "imatrix.gguf", "quantized.gguf"
 
 

@@ -10,13 +10,15 @@ import os
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.errors import ConfigError
-from finetune.export.compress import PYTHON, draw_rows, find_llm_compressor
+from finetune.export import compress
+from finetune.export.compress import PYTHON, draw_rows, find_llm_compressor, find_quantizer
 from finetune.export.compressed_folder import SCHEMES, load_compressed, scheme_of
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.vectors import read_vectors
@@ -193,6 +195,20 @@ def test_runs_that_cannot_be_measured_or_were_not_tried_are_refused(tmp_path):
     ):
         done = run_finetune("export", "vllm", run.folder.path, tmp_path / "out", code=2)
         assert message in " ".join(done.stdout.split()), done.stdout
+
+
+def test_too_few_tokens_for_an_importance_matrix_are_refused_before_the_merge(tmp_path, monkeypatch):
+    run, train = write_run(tmp_path / "run"), EncodedExamples.from_rows([(range(256), [True] * 256)] * 5, end_id=0)
+    monkeypatch.setattr(compress, "find_program", lambda name, folder: folder / name)
+    monkeypatch.setattr(compress, "load_examples", lambda section: None)
+    monkeypatch.setattr(compress, "build_run_tokenizer", lambda config: SimpleNamespace(decode=lambda ids: "text"))
+    monkeypatch.setattr(compress, "encode_examples", lambda *_: EncodedSplits(train=train))
+    assert find_quantizer(tmp_path, run, 4).rows == ("text",) * 4
+    with pytest.raises(ConfigError, match=r"--imatrix 3 draws rows of 768 tokens .* needs 1,024: name more rows"):
+        find_quantizer(tmp_path, run, 3)
+    monkeypatch.setattr(compress, "encode_examples", lambda *_: EncodedSplits(train=train.select([0, 1])))
+    with pytest.raises(ConfigError, match=r"512 tokens .*: leave it out, because the run has no more rows"):
+        find_quantizer(tmp_path, run, 200)
 
 
 def test_calibration_rows_are_drawn_with_a_seed():
