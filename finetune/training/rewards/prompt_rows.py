@@ -143,8 +143,10 @@ def check_expected(config: Config, rewards: Rewards, prompts: PromptRows) -> Non
     without = [row for row, expected in enumerate(prompts.expected) if not expected]
     if rewards.needing_expected and without:
         rows = "1 row has" if len(without) == 1 else f"{len(without):,} rows have"
+        names = "`columns: {completion: NAME}` of its source in data.mixture"
+        key = names if config.data.mixture else "data.columns.completion"
         raise DataError(
             f"reward.functions is {', '.join(config.reward.functions)}, but {', '.join(rewards.needing_expected)} "
             f"compares with the expected answer, and {rows} none; the first is "
-            f"{prompts.sources[without[0]]}. Add a column completion, or name the column in data.columns.completion."
+            f"{prompts.sources[without[0]]}. Add a column completion, or name the column in {key}."
         )

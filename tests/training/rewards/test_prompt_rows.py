@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.errors import DataError
 from finetune.training.rewards.conversations import GeneratedConversation
 from finetune.training.rewards.functions import built_in_functions
-from finetune.training.rewards.prompt_rows import PromptRows, read_rows_by_source
+from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from tests.tiny import tiny_tokenizer
 
 SUBSETS = """---
@@ -55,3 +56,17 @@ def test_length_counts_what_the_model_generated_and_not_what_it_read():
     answer = rows.answer(0, GeneratedConversation([5, 7, 9, 9, 9, 6, 7], lengths=[2, 3, 2]), [7])
     assert answer.ids == [5, 7, 9, 9, 9, 6, 7]
     assert built_in_functions(RewardSection(), longest=8)["length"](answer) == 1 - 4 / 8
+
+
+@pytest.mark.parametrize(
+    ("mixture", "way"),
+    [
+        (None, r"data\.columns\.completion\."),
+        (["a"], r"`columns: \{completion: NAME\}` of its source in data\.mixture\."),
+    ],
+)
+def test_a_row_without_an_expected_answer_is_refused_with_a_key_that_works(mixture, way):
+    config = SimpleNamespace(data=SimpleNamespace(mixture=mixture), reward=SimpleNamespace(functions=["exact_match"]))
+    prompts = SimpleNamespace(expected=["12", ""], sources=["a.jsonl:1", "a.jsonl:2"])
+    with pytest.raises(DataError, match=rf"1 row has none; the first is a\.jsonl:2\. .* name the column in {way}$"):
+        check_expected(config, SimpleNamespace(needing_expected=("exact_match",)), prompts)
