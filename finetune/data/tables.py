@@ -20,6 +20,8 @@ _ROWS_AT_ONCE = 16
 """Rows of a Parquet file. Each of them may be large."""
 _BLANKS = " \t\n\r\xa0\u200b\u200c\u200d\u2060\ufeff"
 """White space and invisible characters. At the ends of the name of a column, they are no part of it."""
+_CONVERTED_MARK = "\xef\xbb\xbf"
+"""What a byte order mark of UTF-8 becomes if the file is converted from Windows-1252."""
 
 
 def csv_rows(
@@ -31,7 +33,8 @@ def csv_rows(
     """
     csv.field_size_limit(most)  # by default, long texts are refused
     delimiter = "\t" if separator == "tab" or (separator is None and suffix == ".tsv") else separator or ","
-    cells = csv.reader(lines(), delimiter=delimiter, strict=True)
+    unmarked = (line if number else line.removeprefix(_CONVERTED_MARK) for number, line in enumerate(lines()))
+    cells = csv.reader(unmarked, delimiter=delimiter, strict=True)
     try:
         header = next(cells, [])
         if header and header[0].lower().startswith("sep="):  # Excel names its separator on a first line

@@ -65,6 +65,7 @@ def packed(content: bytes) -> bytes:
         ("a.tsv", b"prompt\tcompletion\nq\ta\nq\tb\n", {}),
         ("a.csv", b"sep=;;;\nprompt;completion\nq;a\nq;b\n", {}),
         ("a.csv", b"sep=\\t\nprompt\tcompletion\nq\ta\nq\tb\n", {}),
+        ("a.csv", b"\xc3\xaf\xc2\xbb\xc2\xbf" + b'"prompt",completion\nq,a\nq,b\n', {}),  # a converted BOM
         ("a.csv", b"sep=Tab\nprompt\tcompletion\nq\ta\nq\tb\n", {}),
         ("a.csv.GZ", packed(TABLE), {}),
         ("a.jsonl.GZ", packed(A + B), {}),
