@@ -28,6 +28,7 @@ from finetune.runs.metrics_reader import Detail, EventsRead, read_events
 from finetune.runs.record import Status, read_run_record
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
+from finetune.units import name_first
 
 Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
@@ -36,6 +37,8 @@ ENDED_EARLY = "ended early"
 """The state of a trial that its sweep ended."""
 LATEST = "latest"
 """Names the newest intact checkpoint."""
+_MOST_STEPS = 6
+"""Checkpoints that a message names, the nearest first."""
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
 _SILENT_SECONDS = 600.0
@@ -366,7 +369,11 @@ class RecordedRun:
                     "repair it."
                 )
             return folder.adapter
-        present = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        parent, _, name = checkpoint.rstrip("/").rpartition("/")
+        number = name.removeprefix("step-")
+        wanted = int(number) if number.isdecimal() else max(steps, default=0)
+        nearest = map(str, sorted(steps, key=lambda step: abs(step - wanted)))
+        present = f"steps {name_first([*nearest], _MOST_STEPS)}" if steps else "none"
         if checkpoint == LATEST:
             newest = newest_valid(folder, self._verify)
             if newest is None:
@@ -374,10 +381,8 @@ class RecordedRun:
                     f"{self.name} has no whole checkpoint (there: {present}). See `finetune checkpoints {self.name}`."
                 )
             return newest
-        parent, _, name = checkpoint.rstrip("/").rpartition("/")
         places = (Path(parent).resolve(), (folder.path / parent).resolve())
         is_here = not parent or folder.checkpoints.resolve() in places
-        number = name.removeprefix("step-")
         if not (number.isdecimal() and int(number) in steps and is_here):
             raise CheckpointError(
                 f"--checkpoint is {checkpoint}, but {self.name} has no such checkpoint (there: {present}). Choose one, "

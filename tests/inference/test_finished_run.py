@@ -99,10 +99,19 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this_run(own_copy, 
             find_run(own_copy, checkpoint=str(other))
 
 
-@pytest.mark.parametrize(("wish", "why"), [("3", "steps 2, 4"), ("step-x", "or say latest")])
+@pytest.mark.parametrize(
+    ("wish", "why"), [("3", r"steps 2, 4\)"), ("step-x", r"steps 4, 2\). Choose one, or say latest")]
+)
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(adapter_run, wish, why):
     with pytest.raises(CheckpointError, match=why):
         find_run(adapter_run, checkpoint=wish)
+
+
+def test_of_many_checkpoints_the_nearest_are_named(own_copy):
+    for step in range(10, 300, 10):
+        (own_copy / f"checkpoints/step-{step:06}").mkdir()
+    with pytest.raises(CheckpointError, match=r"there: steps 70, 80, 60, 90, 50, 100 and 25 more\)"):
+        find_run(own_copy, checkpoint="71")
 
 
 def test_what_is_damaged_is_refused(own_copy):
