@@ -115,7 +115,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         (("gguf", run, "--type", "q4_k_m"), "cmake --build build --target llama-quantize"),
         (("gguf", tmp_path / "run-base", "--type", "q4_k_m", "--imatrix", "8"), "is not the folder of a run"),
         (("smallest", tmp_path / "run-base"), "is not the folder of a run"),
-        (("smallest", run), "cmake --build build --target llama-quantize"),
+        (("smallest", run), "llama-imatrix. Or use finetune export gguf --type q8_0, which"),
         (("gguf", run, "--type", "q8_0", "--imatrix", "8"), "--imatrix needs --type q2_k or"),
         (("--smallest", run, "--gguf"), "cannot be given together"),
         (("gguf", run, "--keep", "0.9"), "No such option: --keep"),
