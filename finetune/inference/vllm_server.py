@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -71,6 +72,8 @@ class VllmServer:
         prefix = f"finetune-{secrets.token_hex(4)}"
         self._adapter_names = (f"{prefix}-{number}" for number in itertools.count(1))
         self._gives_up = Event()
+        self._answered_at = 0.0
+        """When the last prompt was answered."""
         self._key = os.environ.get("VLLM_API_KEY", "")
         self._headers = {"Content-Type": "application/json"}
         if self._key:
@@ -157,6 +160,7 @@ class VllmServer:
 
         def ask(name: str, place: int) -> None:
             answers[place] = self._sample(name, prompts[place], decoding, limits[place], seeds[place])
+            self._answered_at = time.monotonic()
 
         def ask_for_the_rest() -> None:
             self._gives_up = Event()
@@ -316,13 +320,14 @@ class VllmServer:
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
         """Call a function until the server is there for it."""
-        lost_at = next_report = None
+        lost_at = next_report = -math.inf
         while True:
             try:
                 return attempt()
             except ServerGoneError as error:
                 now = time.monotonic()
-                lost_at = now if lost_at is None else lost_at
+                if lost_at < self._answered_at:  # it was there until now, or came back in between
+                    lost_at = next_report = now
                 if self._is_to_stop():
                     raise ServerLostError(f"{error}, and the run was asked to stop", is_preempted=True) from None
                 if now - lost_at > self._patience:
@@ -331,7 +336,7 @@ class VllmServer:
                         f"{error}, for {waited} now. Start it, then run the command again; a run goes on with "
                         "resume=auto."
                     ) from None
-                if next_report is None or now >= next_report:
+                if now >= next_report:
                     left = format_duration(self._patience - now + lost_at)
                     _log.log(level, "%s: waiting for it, at most %s", error, left)
                     next_report = now + _REPORT_EVERY_SECONDS

@@ -15,11 +15,13 @@ from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError
 from finetune.export.vllm_served import ServedByVllm
+from finetune.inference import vllm_server
 from finetune.inference.decoding import Decoding
 from finetune.inference.sampling import Sampling
 from finetune.inference.vllm_answers import Limits
 from finetune.inference.vllm_server import ServerError, ServerLostError, VllmServer
 from tests.in_process import run_finetune
+from tests.launches import free_port
 from tests.raw_server import drip, http, raw_server
 
 VOCABULARY = 2048
@@ -55,7 +57,7 @@ def server():
         yield running
 
 
-def answers_of(server, *, num_prompts=1, num_answers=1, seconds=GENEROUS_SECONDS, **other):
+def answers_of(server, *, num_prompts=1, num_answers=1, seconds=GENEROUS_SECONDS, at_once=2, **other):
     sampling = Sampling(temperature=1.0, top_k=None, top_p=None, seed=1)
     return VllmServer(server.url, patience_seconds=seconds, **other).answer(
         [[5, 6]] * num_prompts,
@@ -63,7 +65,7 @@ def answers_of(server, *, num_prompts=1, num_answers=1, seconds=GENEROUS_SECONDS
         adapter=Path("/adapter"),
         limits=[Limits(num_answers, 4, VOCABULARY, num_likely=0)] * num_prompts,
         seeds=list(range(num_prompts)),
-        at_once=2,
+        at_once=at_once,
     )
 
 
@@ -83,9 +85,11 @@ def refused(server, call):
 
 
 def test_answers_within_the_limits_are_taken(server):
-    server.answers["/v1/completions"] = completion(choice([3], 1), choice([1, 2, 3, 2047], 0))
+    rounded = choice([3], 1, logprobs={"token_logprobs": [1e-6]})
+    server.answers["/v1/completions"] = completion(rounded, choice([1, 2, 3, 2047], 0))
     first, second = answers_of(server, num_answers=2)
     assert (first.ids, first.nats, second.ids) == ([1, 2, 3, 2047], [0.5] * 4, [3])
+    assert second.nats == [-1e-6], "a probability that was rounded up"
 
 
 MALFORMED = {
@@ -99,6 +103,7 @@ MALFORMED = {
     "no token ids": (completion(choice(token_ids=None)), r"no token ids; vLLM returns them from version 0\.10\.2 on"),
     "more tokens than asked for": (completion(choice([1] * 5)), "an answer has 5 tokens; asked for 1 to 4"),
     "a token outside the vocabulary": (completion(choice([VOCABULARY])), "token 2048; the vocabulary has 2,048"),
+    "no tokens": (completion(choice([])), "an answer has 0 tokens; asked for 1 to 4"),
     "a negative token": (completion(choice([-1])), r"token_ids\.0: Input should be greater than or equal to 0"),
     "a token is true": (completion(choice([True])), r"token_ids\.0: Input should be a valid integer"),
     "no log p": (completion(choice(logprobs=None)), "log p of more or fewer tokens"),
@@ -110,9 +115,14 @@ MALFORMED = {
         completion(choice(logprobs={"token_logprobs": [-1e300] * 2})),
         r"token_logprobs\.0: .*greater than",
     ),
+    "log p is too large": (
+        completion(choice(logprobs={"token_logprobs": [0.5] * 2})),
+        r"token_logprobs\.0: .*less than",
+    ),
     "a likely token is none": (logprobs(top_logprobs=[{"yes": -1.0}]), "log p of 'yes' is -1.0"),
     "a redirect": (http(b"", status="302 Found", headers="Location: http://127.0.0.1:1/\r\n"), "answers 302"),
     "an error that is a list": (http([1], status="400 Bad Request"), r"answers 400: \[1\]"),
+    "an error with a detail": (http({"detail": "no adapter"}, status="404 Not Found"), "answers 404: no adapter$"),
     "an error of many lines": (http(b"a\n" * 400_000, status="400 Bad Request"), "answers 400: a a a"),
 }
 
@@ -143,6 +153,141 @@ def test_a_malformed_answer_of_the_first_check_ends_in_one_sentence(server, path
         asked.check(None, "text", most_tokens=10)
 
 
+def checked(server, served_ids, most_tokens):
+    server.answers["/tokenize"] = http({"tokens": served_ids})
+    asked = VllmServer(server.url, patience_seconds=GENEROUS_SECONDS)
+    asked.check(lambda text, **_: {"input_ids": [5, 6, 7]}, "text", most_tokens=most_tokens)
+
+
+@pytest.mark.parametrize(
+    ("served_ids", "message"),
+    [([5, 9, 7], "1: [9], here [6]"), ([5, 6], "2: [], here [7]"), ([5, 6, 7, 8], "3: [8], here []")],
+)
+def test_a_server_with_another_tokenizer_is_refused(server, served_ids, message):
+    with pytest.raises(ConfigError, match=r"serves phi\. Its tokenizer reads a prompt of this run") as caught:
+        checked(server, served_ids, 100)
+    assert f"(token {message})" in str(caught.value)
+
+
+def test_a_server_with_a_shorter_context_is_refused(server):
+    checked(server, [5, 6, 7], 100)
+    with pytest.raises(ConfigError, match=r"at most 100 tokens .* needs 101\. Start .* --max-model-len 101, or"):
+        checked(server, [5, 6, 7], 101)
+
+
+def test_an_adapter_is_known_by_its_folder(server):
+    of_base, other = {"id": "a", "root": "/adapter"}, {"id": "b", "parent": "a", "root": "/other"}
+    server.answers["/v1/models"] = http({"data": [of_base, other, {**of_base, "id": "c", "parent": "a"}]})
+    asked = VllmServer(server.url, patience_seconds=GENEROUS_SECONDS)
+    assert [asked.name_of(Path(path)) for path in ("/adapter", "/other", "/new")] == ["c", "b", None]
+
+
+def test_a_request_names_the_adapter_and_all_that_the_server_would_choose_itself(server):
+    requests = []
+
+    def note(then):
+        def answer(fields):
+            requests.append(fields)
+            yield then
+
+        return answer
+
+    server.answers |= {path: note(server.answers[path]) for path in list(server.answers) if path.startswith("/v1/")}
+    assert [answer.ids for answer in answers_of(server)] == [[1, 2]]
+    assert server.asked == ["/v1/load_lora_adapter", "/v1/completions", "/v1/unload_lora_adapter"]
+    loaded, asked, unloaded = requests
+    assert loaded == {"lora_name": asked["model"], "lora_path": "/adapter"}
+    assert unloaded == {"lora_name": asked.pop("model")}
+    tokens = {"prompt": [5, 6], "n": 1, "max_tokens": 4, "ignore_eos": True, "stop_token_ids": [0], "seed": 0}
+    drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    read = {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    assert asked == tokens | drawn | penalties | read
+
+
+@pytest.fixture
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(vllm_server, "_PAUSE_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("without_pauses")
+@pytest.mark.parametrize(
+    ("path", "status", "is_waited_for"),
+    [
+        ("/v1/completions", "500 Internal Server Error", True),
+        ("/v1/load_lora_adapter", "500 Internal Server Error", False),
+        ("/v1/load_lora_adapter", "502 Bad Gateway", True),
+        ("/v1/completions", "404 Not Found", False),
+    ],
+)
+def test_a_server_that_ends_is_waited_for_and_a_refusal_is_not(server, path, status, is_waited_for):
+    whole, fails = server.answers[path], [True]
+
+    def fail_once(_):
+        yield http({"error": {"message": "because"}}, status=status) if fails and fails.pop() else whole
+
+    server.answers[path] = fail_once
+    if is_waited_for:
+        assert [answer.ids for answer in answers_of(server)] == [[1, 2]]
+    else:
+        assert f"{path} answers {status[:3]}: because" in refused(server, lambda: answers_of(server))
+
+
+@pytest.mark.usefixtures("without_pauses")
+@pytest.mark.parametrize("is_started_again", [True, False])
+def test_requests_end_if_a_server_was_started_again(server, is_started_again):
+    loaded = []
+
+    def load(fields):
+        loaded.append(fields["lora_name"])
+        yield http(b"Success")
+
+    def list_models(_):
+        adapters = [] if is_started_again else [{"id": name, "parent": "phi"} for name in loaded]
+        yield http({"data": [{"id": "phi"}, *adapters]})
+
+    def hang_at_first(_):
+        if len(loaded) == 1:
+            time.sleep(0.25)  # more than ten pauses
+        yield completion(choice([len(loaded)]))
+
+    server.answers |= {"/v1/load_lora_adapter": load, "/v1/models": list_models, "/v1/completions": hang_at_first}
+    assert [answer.ids for answer in answers_of(server)] == [[2 if is_started_again else 1]]
+    assert server.asked.count("/v1/models") >= 1
+
+
+@pytest.fixture
+def pauses_of_ten_seconds(monkeypatch):
+    """Time passes only between two attempts."""
+    seconds = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: sum(seconds), sleep=lambda _: seconds.append(10.0))
+    monkeypatch.setattr(vllm_server, "time", clock)
+
+
+@pytest.mark.usefixtures("pauses_of_ten_seconds")
+def test_a_server_that_stays_away_is_waited_for_as_long_as_asked_and_that_is_logged_once_a_minute(server, caplog):
+    server.answers["/health"] = http(b"", status="503 Service Unavailable")
+    with pytest.raises(ServerLostError, match=r"answers 503: .*, for 2 min 10 s now\. Start it, then run"):
+        VllmServer(server.url, patience_seconds=125.0).wait()
+    waits = [message.rpartition("at most ")[2] for message in caplog.messages]
+    assert waits == ["2 min 5 s", "1 min 5 s", "5 s"]
+
+
+def test_the_patience_begins_anew_once_a_server_has_answered_again(server, monkeypatch):
+    """The second time, it is gone for a moment, long after the first."""
+    asked = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 * len(asked), sleep=lambda seconds: None)
+    monkeypatch.setattr(vllm_server, "time", clock)
+
+    def fail_twice(_):
+        asked.append(1)
+        yield http(b"", status="500 Internal Server Error") if len(asked) in (1, 5) else completion()
+
+    server.answers["/v1/completions"] = fail_twice
+    assert len(answers_of(server, num_prompts=4, seconds=150.0, at_once=1)) == 4
+    assert len(asked) == 4 + 2, "no prompt is asked again that was answered"
+
+
 @pytest.mark.parametrize("version", [5, "1\x1b[2J", "9" * 500], ids=["5", "escape", "long"])
 def test_a_malformed_version_ends_in_one_sentence(server, version):
     server.answers["/version"] = http({"version": version})
@@ -154,10 +299,11 @@ def test_a_malformed_version_ends_in_one_sentence(server, version):
     [
         (None, "fewer than 2,048 tokens at the first position"),
         ([{"token_id:1": -1.0}], "fewer than 2,048 tokens"),
+        ([{"token_id:1": 0.5}], "log p of 'token_id:1' is 0.5"),
         ([{"token_id:9999999": -1.0}], "log p of 'token_id:9999999' is -1.0"),
         ([[1]], r"log p of a position is \[1\]"),
     ],
-    ids=["null", "one", "above all vocabularies", "list"],
+    ids=["null", "one", "above certainty", "above all vocabularies", "list"],
 )
 def test_malformed_likely_tokens_end_in_one_sentence(server, likely, message):
     one = choice([1], logprobs={"token_logprobs": [-0.5], "top_logprobs": likely})
@@ -192,22 +338,35 @@ def test_an_answer_has_a_deadline_for_all_of_it(server, name):
     assert time.monotonic() - began < GENEROUS_SECONDS
 
 
-def test_an_answer_has_a_limit_of_bytes(server):
+@pytest.mark.parametrize(
+    ("prompt", "limits", "most"),
+    [
+        ([5], Limits(1, 4, VOCABULARY, num_likely=0), "1.05 MB"),
+        ([5] * 100_000, Limits(1, 4, VOCABULARY, num_likely=0), "5.85 MB"),
+        ([5], Limits(1000, 4, VOCABULARY, num_likely=0), "3.1 MB"),
+        ([5], Limits(1, 4, VOCABULARY, num_likely=10_000), "6.17 MB"),
+    ],
+    ids=["one", "a long prompt", "many", "likely"],
+)
+def test_an_answer_has_a_limit_of_bytes(server, prompt, limits, most):
     def endless(_):
         yield JSON_START
         while True:
             yield b" " * (1 << 20)
 
     server.answers["/v1/completions"] = endless
-    assert "answers more than 1.06 MB, the limit for this request" in refused(server, lambda: answers_of(server))
+    asked = VllmServer(server.url, patience_seconds=GENEROUS_SECONDS)
+    text = refused(server, lambda: asked.complete("phi", prompt, limits))
+    assert f"answers more than {most}, the limit for this request" in text
     assert server.sent < 64 << 20, "the limit, and what lies in the buffers of the sockets"
 
 
+@pytest.mark.usefixtures("pauses_of_ten_seconds")
 def test_a_truncated_answer_is_a_server_that_is_gone(server):
     whole = completion()
     server.answers["/v1/completions"] = whole[:-5]
     with pytest.raises(ServerLostError, match="does not answer"):
-        answers_of(server, seconds=0.1)
+        answers_of(server)
 
 
 def test_a_stop_signal_ends_the_wait_at_once(server):
@@ -217,6 +376,17 @@ def test_a_stop_signal_ends_the_wait_at_once(server):
         answers_of(server, seconds=600.0, is_to_stop=lambda: "/v1/completions" in server.asked)
     assert caught.value.is_preempted
     assert time.monotonic() - began < GENEROUS_SECONDS
+
+
+@pytest.mark.usefixtures("without_pauses")
+def test_a_stop_signal_ends_the_wait_for_a_server_that_is_gone_and_for_one_that_answers_at_once(server):
+    asked = VllmServer(f"http://127.0.0.1:{free_port()}", patience_seconds=GENEROUS_SECONDS, is_to_stop=lambda: True)
+    with pytest.raises(ServerLostError, match="and the run was asked to stop") as caught:
+        asked.wait()
+    assert caught.value.is_preempted
+    with pytest.raises(ServerLostError, match="asked to stop while it waited for answers") as caught:
+        answers_of(server, num_prompts=200, is_to_stop=lambda: len(server.asked) > 3)
+    assert caught.value.is_preempted
 
 
 def test_a_prompt_that_fails_ends_the_requests_for_the_others(server):
