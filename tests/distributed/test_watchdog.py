@@ -19,11 +19,15 @@ import pytest
 
 from finetune.distributed.guardian.faults import (
     GRACE_SECONDS,
+    LOST_SECONDS,
+    SECOND_HAND_SECONDS,
+    START_SECONDS,
     Position,
     describe_late,
 )
-from finetune.distributed.guardian.hub import hello
-from finetune.distributed.guardian.link import Link
+from finetune.distributed.guardian.hub import _HELLO_SECONDS, _MOST_UNAUTHENTICATED, Hub, hello
+from finetune.distributed.guardian.link import Link, Peer
+from finetune.errors import Fault
 from tests.launches import REPOSITORY, alive_with, wait_until
 from tests.scenes import Scenes
 
@@ -425,9 +429,167 @@ def test_a_link_refuses_what_is_no_line_of_an_object(garbage):
             receive_all(link)
 
 
+def test_a_link_whose_reader_is_slow_keeps_whole_messages_and_not_all_of_them():
+    near, far = socket.socketpair()
+    with near, far:
+        link, reader = Link(near.fileno(), near.fileno()), Link(far.fileno(), far.fileno())
+        for number in range(100):
+            link.send({"number": number, "text": "x" * 50_000})
+        received = []
+        while messages := reader.receive():
+            received += messages
+            link.send()
+        assert received == [{"number": number, "text": "x" * 50_000} for number in range(len(received))]
+        assert 2 < len(received) < 50
+
+
+def test_a_position_of_other_types_ends_the_connection_in_a_sentence():
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(b'{"position": {"phase": 7, "age": "old"}}\n')
+        peer = Peer(near)
+        assert peer.hear(0.0) == []
+        assert peer.end == "sent a message that cannot be read (ValueError)"
+
+
 def receive_all(link):
     while True:
         link.receive()
+
+
+class Guardians:
+    """A hub in this process, at whatever time a test says, and the connections of the guardians."""
+
+    def __init__(self, world_size):
+        settings = {"world_size": world_size, "step_timeout_seconds": None, "listen": "127.0.0.1"}
+        self.hub = Hub(settings)
+        self.peers = [self.hub.start({"addresses": ["127.0.0.1"]})]
+
+    def connect(self):
+        return socket.create_connection(("127.0.0.1", self.hub.port), timeout=5)
+
+    def connect_all(self):
+        for rank in range(1, self.hub._world_size):
+            connection = self.connect()
+            connection.sendall(hello(self.hub.token, rank))
+            self.hub.turn(0.0, is_beat=False)
+            assert connection.recv(1) == b"\n"
+            self.peers.append(Peer(connection))
+        assert self.heard() == [[{"ready": True}]] * self.hub._world_size
+
+    def heard(self):
+        return [peer.hear(0.0) for peer in self.peers]
+
+    def fault_at(self, now):
+        self.hub.turn(now, is_beat=False)
+        return self.hub.fault
+
+
+@pytest.fixture
+def guardians():
+    made = []
+
+    def make(world_size):
+        made.append(Guardians(world_size))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for peer in (*each.peers, *each.hub.peers.values()):
+            peer.connection.close()
+        if each.hub._listener is not None:
+            each.hub._listener.close()
+
+
+def is_open(connection):
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_a_hub_keeps_silent_connections_for_a_while_and_not_too_many(guardians):
+    there = guardians(2)
+    most = _MOST_UNAUTHENTICATED + 2
+    silent = [there.connect() for _ in range(most + 1)]
+    for _ in range(2):
+        there.hub.turn(1.0, is_beat=False)
+    assert [is_open(connection) for connection in silent] == [False] + [True] * most
+    there.hub.turn(1.0 + _HELLO_SECONDS, is_beat=False)
+    assert is_open(silent[-1])
+    there.hub.turn(1.1 + _HELLO_SECONDS, is_beat=False)
+    assert not any(map(is_open, silent))
+    for connection in silent:
+        connection.close()
+
+
+def test_a_hub_admits_each_missing_rank_once_and_only_with_the_token(guardians):
+    there = guardians(3)
+    token = there.hub.token
+    letters = [hello(token, rank) for rank in (1, 1, 0, 3)] + [hello("0" * 32, 2)]
+    connections = [there.connect() for _ in letters]
+    for connection, letter in zip(connections, letters, strict=True):
+        connection.sendall(letter)
+        there.hub.turn(0.0, is_beat=False)
+    assert [is_open(connection) for connection in connections] == [True, False, False, False, False]
+    assert set(there.hub.peers) == {0, 1}
+    for connection in connections:
+        connection.close()
+
+
+def test_guardians_that_do_not_come_in_time_are_named(guardians):
+    there = guardians(4)
+    there.peers[0].send({})  # a sign of life
+    assert there.fault_at(START_SECONDS) is None
+    assert str(there.fault_at(START_SECONDS + 0.1)).startswith("no guardian of ranks 1, 2, 3 reached the guardian of")
+
+
+def test_a_guardian_that_is_silent_or_gone_is_lost(guardians):
+    for ends, reason in ((False, "cannot be reached during set-up: "), (True, "was lost during set-up: its guardian")):
+        there = guardians(3)
+        there.connect_all()
+        for peer in there.peers[:2]:
+            peer.send({"position": vars(Position())})
+        there.hub.turn(LOST_SECONDS, is_beat=True)
+        assert there.hub.fault is None
+        assert there.heard() == [[{"position": vars(Position())}]] * 3, "a sign of life"
+        if ends:
+            there.peers[2].connection.close()
+        fault = there.fault_at(LOST_SECONDS if ends else LOST_SECONDS + 0.1)
+        assert (fault.rank, str(fault).startswith(f"rank 2 {reason}")) == (2, True), fault
+        assert there.peers[1].hear(0.0) == [{"fault": fault}]
+
+
+def test_an_error_at_second_hand_is_taken_if_no_other_comes_soon(guardians):
+    second = {"rank": 1, "summary": "rank 1 failed", "error": "closed by peer", "is_second_hand": True}
+    cause = {"rank": 2, "summary": "rank 2 was killed"}
+    for others in ([], [cause]):
+        there = guardians(3)
+        there.connect_all()
+        for rank in (1, 2):
+            there.peers[rank].send({"fault": second | {"rank": rank}})
+            assert there.fault_at(1.0) is None
+        for fault in others:
+            there.peers[2].send({"fault": fault})
+        if not others:
+            assert there.fault_at(0.9 + SECOND_HAND_SECONDS) is None
+        expected = cause if others else second | {"is_second_hand": False}
+        assert there.fault_at(1.0 + SECOND_HAND_SECONDS) == Fault(**expected)
+        assert there.heard() == [[{"fault": Fault(**expected)}]] * 3
+
+
+def test_a_rank_that_said_goodbye_is_not_missed(guardians):
+    there = guardians(3)
+    there.connect_all()
+    for rank, news in ((1, []), (0, [{"left": True}])):
+        there.peers[rank].send({"bye": True})
+        assert there.fault_at(1.0) is None
+        assert there.peers[2].hear(0.0) == news
+    assert list(there.hub.peers) == [2]
+    assert there.fault_at(LOST_SECONDS + 0.1).rank == 2
 
 
 @pytest.mark.slow
@@ -448,8 +610,10 @@ def test_who_is_waited_for_in_a_phase_without_limit_is_not_late():
 
 
 def test_all_late_ranks_are_named():
-    text = str(describe_late({0: position(), 1: position(phase="data", step=13), 2: position(waiting="sum")}, 30))
-    assert text == (
+    fault = describe_late({0: position(), 1: position(phase="data", step=13), 2: position(waiting="sum")}, 30)
+    assert fault.rank is None, "there are two"
+    assert describe_late({0: position(waiting="sum"), 1: position()}, 30).rank == 1
+    assert str(fault) == (
         "rank 0 has been in training, step 12, for 31 s; rank 1 has been in data, step 13, for 31 s "
         "while rank 2 waits for it in sum: the step timeout is 30 s"
     )

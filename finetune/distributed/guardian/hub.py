@@ -181,7 +181,7 @@ class Hub:
                 f"{', '.join(self._addresses)} port {self.port} within {START_SECONDS:g} s"
             )
             self._take_fault(found_at_start(summary), now)
-        if self._step_timeout is not None and self._listener is None:
+        if self._step_timeout is not None:
             late = describe_late({rank: peer.position for rank, peer in self.peers.items()}, self._step_timeout)
             if late is not None:
                 self._take_fault(late, now)
