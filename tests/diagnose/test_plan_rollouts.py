@@ -16,6 +16,7 @@ from finetune.diagnose.plan_batches import AssumedAnswers
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
+from finetune.engine import kv_cache
 from finetune.engine.fused import replayed_or_not
 from finetune.engine.kv_cache import CachedDecoder, bytes_of_copies, can_pack
 from finetune.inference.decoding import Decoding, sample_answers
@@ -98,7 +99,7 @@ def generating_of(config, model, *, sampling=None, by_engine=True, replays=False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_values_and_merged_weights_take_the_planned_bytes(words, dtype):
+def test_keys_values_and_merged_weights_take_the_planned_bytes(words, dtype, monkeypatch):
     """Each key head serves two heads. Adapters are merged where that is exact, and weights packed where CPUs can."""
     model = add_lora(build_tiny(tiny_phi3_config(hidden_size=192)).to(dtype), LoraSection(r=2)).eval()
     planned = generating_of(load_config(words), model)
@@ -118,6 +119,9 @@ def test_keys_values_and_merged_weights_take_the_planned_bytes(words, dtype):
     )
     assert (planned.merged > 0) == (dtype == torch.float32 or can_pack(dtype, len(rows)))
     assert planned.held == Weights(model).held(Shards(1)) + Weights(model).adapter
+    for most_bytes, expected in ((0, 0), (1, planned.merged)):
+        monkeypatch.setattr(kv_cache, "_MOST_COPIED_BYTES", sum(w.nbytes for w in model.parameters()) - 1 + most_bytes)
+        assert bytes_of_copies(model, len(rows), on_cpu=True) == expected, "the weights of a large model are not copied"
 
 
 LONGER = [[*range(3, 3 + number)] for number in (70, 80, 90)]

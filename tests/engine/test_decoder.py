@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from finetune.engine import decoder
-from finetune.engine.decoder import Decoder, layer_windows, logit_scale
+from finetune.engine.decoder import FAMILIES, Decoder, layer_windows, logit_scale
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.loss_head import summed_head_loss
@@ -419,7 +419,7 @@ OWN = {
 
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
 @pytest.mark.parametrize("what", OWN)
-@pytest.mark.parametrize(("kind", "checkpoint_layers"), [("phi", False), ("phi3", True), ("qwen3", False)])
+@pytest.mark.parametrize(("kind", "checkpoint_layers"), [("phi", False), ("phi3", True), ("olmo2", False)])
 def test_layers_with_a_way_of_their_own_are_called_and_named(kind, what, checkpoint_layers):
     model = OWN[what](build_tiny(CONFIGS[kind]))
     names = called_layers(model)[what]
@@ -427,8 +427,9 @@ def test_layers_with_a_way_of_their_own_are_called_and_named(kind, what, checkpo
     assert_same_step(model, checkpoint_layers=checkpoint_layers)
 
 
-def test_residual_dropout_of_phi_is_the_models_own():
-    model = build_tiny(tiny_phi_config(resid_pdrop=0.5, num_hidden_layers=1)).train()
+@pytest.mark.parametrize("key", ["resid_pdrop", "embd_pdrop"])
+def test_dropout_of_phi_is_the_models_own(key):
+    model = build_tiny(tiny_phi_config(**{key: 0.5}, num_hidden_layers=1)).train()
     assert unsupported_reason(model) is None
     (row,) = some_rows((9,))
     torch.manual_seed(4)
@@ -436,3 +437,29 @@ def test_residual_dropout_of_phi_is_the_models_own():
     torch.manual_seed(4)
     ours = Decoder(model, plain_attention).hidden_states(row, torch.arange(9), [9])
     torch.testing.assert_close(ours, expected)
+
+
+def test_a_norm_in_16_bits_adds_its_offset_in_fp32():
+    """In bf16, 1 + 0.50390625 is 1.5. Single values are rounded more coarsely than that, and their sum is not."""
+    layers = build_tiny(CONFIGS["gemma"]).bfloat16().get_decoder()
+    h = torch.randn(50, layers.norm.weight.shape[0], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        layers.norm.weight.fill_(0.50390625)
+        made = decoder._read_norm(layers, "norm", FAMILIES["gemma"]).apply(h)
+        whole = layers.double().norm(h.double())
+    assert made.double().abs().sum().item() == pytest.approx(whole.abs().sum().item(), rel=2**-10)
+
+
+def test_layers_are_prepared_once():
+    prepared = []
+
+    def prepare(layers, dtype):
+        prepared.append(dtype)
+        return layers
+
+    model = build_tiny(CONFIGS["phi3"]).eval()
+    engine = Decoder(model, plain_attention, prepare=prepare)
+    with torch.no_grad():
+        for _ in range(2):
+            engine.hidden_states(torch.tensor([5, 6]), torch.arange(2), [2])
+    assert len(prepared) == 4 * model.config.num_hidden_layers

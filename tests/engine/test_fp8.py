@@ -193,6 +193,9 @@ def test_a_device_without_these_products_is_named(monkeypatch: pytest.MonkeyPatc
     why = quantized.why_not_fp8(gpu)
     assert why == "it needs a GPU from Hopper on (capability 9.0), and NVIDIA L4 has capability 8.9"
     quantized.why_not_fp8.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert str(quantized.why_not_fp8(gpu)).startswith("a product fails"), "of a GPU that is not there"
+    quantized.why_not_fp8.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert quantized.why_not_fp8(gpu) == "AMD's GPUs have other types of fp8"
 
@@ -204,5 +207,7 @@ def test_a_torch_that_cannot_compute_them_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     assert str(quantized.why_not_fp8(CPU)).endswith("(RuntimeError: scales of rows are not supported)")
     quantized.why_not_fp8.cache_clear()
-    monkeypatch.setattr(torch, "_scaled_mm", lambda left, right, **_: torch.full((16, 16), 17.0))
-    assert quantized.why_not_fp8(CPU) == "a sum of 16 ones is off by 1"
+    for result, expected in ((16.125, None), (16.25, "a sum of 16 ones is off by 0.25")):
+        quantized.why_not_fp8.cache_clear()
+        monkeypatch.setattr(torch, "_scaled_mm", lambda *_, result=result, **__: torch.full((16, 16), result))
+        assert quantized.why_not_fp8(CPU) == expected

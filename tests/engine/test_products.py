@@ -4,6 +4,7 @@ test_kernels.py compares plain products with float64.
 """
 
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from torch.nn import functional
 from finetune.engine import products, wide_products
 from finetune.engine.kv_cache import can_pack, copied, packed_layers
 from finetune.engine.linear import Linear, linear
+from finetune.engine.quantized import in_4_bits_without_data, state_bytes, weight_without_data, widened_bytes
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice
 
 MANY_SHAPES = """
@@ -70,6 +72,17 @@ def test_the_layers_of_a_micro_batch_in_bf16_share_compiled_code():
         check=True,
     )
     assert products.BF16_SHAPES <= done.stdout.count("create:cache_miss") < 3 * products.BF16_SHAPES
+
+
+def test_a_bound_that_the_user_has_set_is_kept(monkeypatch):
+    ours, theirs = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
+    monkeypatch.setenv(ours, "")  # so that it is restored
+    monkeypatch.delenv(ours)
+    monkeypatch.setenv(theirs, "7")
+    imported_anew = runpy.run_path(products.__file__)
+    assert (os.environ[ours], os.environ[theirs]) == ("32", "7")
+    imported_anew["make_room_for_bf16"]()
+    assert (os.environ[ours], os.environ[theirs]) == (str(products.BF16_SHAPES), "7")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +148,10 @@ def test_a_weight_is_cast_once_while_it_does_not_change():
         assert products.cast(weight.detach(), torch.bfloat16) is narrow  # as checkpointing hands it out
         assert products.cast(weight[:2], torch.bfloat16).shape == (2, 3)
         assert products.cast(weight, torch.float32) is weight
+        assert products.cast(weight, torch.float16).dtype == torch.float16
+        with products.unchanged_weights():  # as of a graph, within a step
+            assert products.cast(weight, torch.bfloat16) is not narrow
+        assert products.cast(weight, torch.bfloat16) is narrow
     with torch.no_grad():
         weight.add_(1)
     for within in (products.unchanged_weights(), nullcontext()):
@@ -236,3 +253,22 @@ def test_sums_of_widened_products_are_not_rounded(in_small_blocks):
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     added = products.plus_product(sums.clone(), left, right, torch.float32)
     torch.testing.assert_close(added.double(), exact + sums, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(products.plus_product(None, left, right, torch.float32), found)
+
+
+def test_a_weight_in_4_bits_without_data_has_the_sizes_of_one_with_data():
+    """As bitsandbytes lays it out: 64 values share a scale, and 256 of the scales share one in fp32."""
+    weight = torch.empty(64, 1001, dtype=torch.bfloat16, device="meta")
+    kept = in_4_bits_without_data(weight)
+    blocks, outer = 1001, 4
+    for twin in (kept, weight_without_data(kept, torch.empty_like)):
+        assert (twin.shape, twin.dtype, twin.requires_grad) == ((64 * 1001 // 2, 1), torch.uint8, False)
+        assert state_bytes(twin) == blocks + 4 * outer + 4 * (16 + 256 + 1)
+        assert (products.full_shape(twin), widened_bytes(twin)) == (weight.shape, weight.nbytes)
+        assert (products.widened(twin).dtype, products.widened(twin, torch.float32).dtype) == (
+            torch.bfloat16,
+            torch.float32,
+        )
+    assert len(in_4_bits_without_data(weight[:3, :5])) == 8
+    assert (state_bytes(weight), widened_bytes(weight), products.full_shape(weight)) == (0, 0, weight.shape)
