@@ -223,12 +223,14 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     def digest_rows(self) -> NDArray[np.uint8]:
         """Return two digests of each row, shape (rows, 2, 16): of its tokens, and of its tokens and targets."""
-        digests = bytearray()
-        for row in range(len(self)):
-            source, start, end = self._place(row)
-            digest = blake2b(source.token_ids[start:end].numpy().data, digest_size=16)
+        digests, begins = bytearray(), self._begins
+        buffers = [(source.token_ids.numpy().data, source.is_target.numpy().data) for source in self.sources]
+        for start, length in zip(self.starts.numpy().data, self.lengths.numpy().data, strict=True):
+            part = bisect_right(begins, start, hi=len(buffers)) - 1
+            row = slice(start - begins[part], start - begins[part] + length)
+            digest = blake2b(buffers[part][0][row], digest_size=16)
             digests += digest.digest()
-            digest.update(source.is_target[start:end].numpy().data)
+            digest.update(buffers[part][1][row])
             digests += digest.digest()
         return np.frombuffer(digests, np.uint8).reshape(-1, 2, 16)
 

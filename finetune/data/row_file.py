@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import DataSection
     from finetune.data.rows import Examples
 
-
 METADATA_KEY = "finetune"
 _log = logging.getLogger(__name__)
 ENCODING_VERSION = 16

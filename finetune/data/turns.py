@@ -32,7 +32,6 @@ REASONING_KEYS = ("reasoning_content", "thinking")
 
 Turn = dict[str, Any]
 
-
 _OTHER_ROLES = {
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"},
     **dict.fromkeys(("observation", "function", "tool_response", "function_response", "ipython"), "tool"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
+from torch.overrides import TorchFunctionMode
 
 from finetune.config.compose import compose, config_from_dict
 from finetune.data.encoded import EncodedExamples
@@ -18,6 +20,16 @@ from tests.tiny import tiny_tokenizer
 
 CHATS = [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(10)]
 TEXTS = [{"text": f"the answer {number}"} for number in range(4)]
+
+
+class CallsOfTorch(TorchFunctionMode):
+    """Counts the calls of torch in a block."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -51,6 +63,20 @@ def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(make_sect
     again = encode(section.model_copy(update={"cache_dir": section.cache_dir + "-2"})).train
     assert again.fingerprint == first.fingerprint
     assert encode(section.model_copy(update={"split_seed": 7})).train.fingerprint != first.fingerprint
+
+
+def test_the_digests_of_rows_take_as_many_calls_of_torch_whatever_the_number_of_rows(make_section, files):
+    rows = encode(make_section(mixture=[{"path": files[0]}, {"path": files[1]}])).train
+    num_calls = []
+    for chosen in (rows.select([13]), rows.select([*reversed(range(14))] * 20)):
+        with CallsOfTorch() as calls:
+            digests = chosen.digest_rows()
+        num_calls.append(calls.count)
+        for row, (of_tokens, of_both) in enumerate(digests):
+            tokens, targets = chosen.tokens(row).tobytes(), chosen[row].is_target.numpy().tobytes()
+            assert of_tokens.tobytes() == blake2b(tokens, digest_size=16).digest()
+            assert of_both.tobytes() == blake2b(tokens + targets, digest_size=16).digest()
+    assert num_calls[0] == num_calls[1]
 
 
 def test_a_source_is_encoded_once_whatever_its_weight(make_section, files, logged):
