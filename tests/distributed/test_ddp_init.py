@@ -99,7 +99,7 @@ def test_arguments_that_describe_no_world_are_refused():
 def test_if_nobody_comes_rank_0_trains_alone_and_leaves_nothing_behind():
     port = free_port()
     context = initialize_ddp(
-        timedelta(seconds=1), rank=0, worldsize=2, master_addr="localhost", master_port=port, device="cpu"
+        timedelta(seconds=0), rank=0, worldsize=2, master_addr="localhost", master_port=port, device="cpu"
     )
     assert context == (False, 0, 0, 1, torch.device("cpu"))
     assert set(launch_variables()) == {"MASTER_ADDR", "MASTER_PORT"}, "Accelerate must see one process"

@@ -1,5 +1,7 @@
+import logging
 import os
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from finetune.config.compose import compose
+from finetune.config.compose import compose, load_config
 from finetune.config.listing import list_configs
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
@@ -17,7 +19,13 @@ from finetune.distributed.collectives import Collectives
 from finetune.distributed.device import best_precision
 from finetune.distributed.environment import read_environment
 from finetune.distributed.joined_world import ProcessContext
-from finetune.distributed.launch import _check_world, _refuse_what_mps_lacks, launch
+from finetune.distributed.launch import (
+    _check_world,
+    _folder_of_kernels,
+    _refuse_what_mps_lacks,
+    launch,
+    refuse_another_launch,
+)
 from finetune.distributed.liveness import in_a_line
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, FinetuneError, LaunchError
@@ -139,6 +147,29 @@ def test_the_guardian_of_one_process_learns_the_phase_without_a_time_limit(monke
     assert told == [("rollout", 1, False), ("training", 1, False)]
 
 
+def test_gradients_are_unscaled_and_those_that_are_missing_are_zeros():
+    here, missing = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    here.grad = torch.tensor([8.0, 16.0])
+    with launch(config(training={"device": "cpu", "precision": "fp16"})) as runtime:
+        for scale in (8, 1):
+            runtime.placement.unscale_gradients([here, missing], scale)
+            assert (here.grad.tolist(), missing.grad) == ([1.0, 2.0], None)
+        runtime.placement.sync_gradients([here, missing])
+        assert (here.grad.tolist(), missing.grad.tolist()) == ([1.0, 2.0], [0.0, 0.0])
+        with runtime.placement.autocast():
+            assert torch.get_autocast_dtype("cpu") == torch.float16
+
+
+@pytest.mark.parametrize(("shard_size", "expected"), [(2, 2), (None, 4)])
+def test_weights_are_sharded_over_all_ranks_or_as_many_as_asked_for(shard_size, expected):
+    with launch(config(parallel={"sharding": "fsdp2", "shard_size": shard_size})) as runtime:
+        assert runtime.placement.shard_size is None
+        alone, runtime.context = runtime.context, runtime.context._replace(distributed=True, world_size=4)
+        assert runtime.placement.shard_size == expected
+        assert runtime.placement.needs_equal_microbatches
+        runtime.context = alone
+
+
 def test_the_gradient_norm_is_measured_and_clipped():
     parameter = torch.nn.Parameter(torch.zeros(2))
     with launch(config()) as runtime:
@@ -150,8 +181,7 @@ def test_the_gradient_norm_is_measured_and_clipped():
 
 
 def test_the_gradient_norm_of_many_values_is_that_of_float64():
-    """In fp32, torch's own is wrong in the fourth digit here."""
-    many, few = (torch.nn.Parameter(torch.zeros(number)) for number in (8_000_000, 3))
+    many, few = (torch.nn.Parameter(torch.zeros(number)) for number in (1_000_000, 3))
     torch.manual_seed(0)
     many.grad, few.grad = 1 + torch.rand(many.shape), torch.full((3,), 1e3)
     exact = float(sum(weight.grad.double().square().sum() for weight in (many, few))) ** 0.5
@@ -180,6 +210,52 @@ def test_ranks_that_would_train_in_different_precisions_are_refused(monkeypatch)
         with pytest.raises(LaunchError, match=r"precision.*=auto.* of rank 1 differs.*training\.precision=fp32"):
             _check_world(config(training={"device": "cpu"}), runtime, trains=False)
         runtime.context = alone
+
+
+def test_ranks_may_differ_in_what_belongs_to_a_rank_and_in_nothing_else(monkeypatch, capsys):
+    compared = []
+    monkeypatch.setattr(
+        Collectives, "refuse_differences", lambda self, what, value, **_: compared.append((what, value))
+    )
+    sections = [
+        {},
+        {"parallel": {"rank": 0}},
+        {"parallel": {"output_device": 0}},
+        {"data": {"cache_dir": "x"}},
+        {"seed": 1},
+    ]
+    with launch(config()) as runtime:
+        compared.clear()
+        for section in sections:
+            _check_world(config(**section), runtime, trains=False)
+    digests = [value for what, value in compared if what == "the configuration"]
+    assert [digests.index(digest) for digest in digests] == [0, 0, 0, 0, 4]
+    assert "Process 0/1 started\n" in capsys.readouterr().err
+
+
+def test_a_quiet_command_logs_nothing_unless_the_run_is_debugged(capsys):
+    for debug in (False, True):
+        with launch(config(training={"device": "cpu", "debug": debug}), trains=False, log_level=logging.WARNING):
+            pass
+        assert ("Process 0/1 started" in capsys.readouterr().err) == debug
+
+
+def test_an_address_of_ones_own_is_taken_where_the_launcher_gave_none_or_there_is_one_process(monkeypatch):
+    two = replace(read_environment(place_variables(0, 2, 1)), is_address_missing=True)
+    refuse_another_launch(config(parallel={"master_addr": "node1"}), two)
+    with pytest.raises(LaunchError, match=r"started 2 processes on several nodes.*parallel\.master_addr"):
+        refuse_another_launch(config(), two)
+    monkeypatch.setenv("MASTER_ADDR", "node2")
+    refuse_another_launch(config(parallel={"master_addr": "node1"}), read_environment({}))
+
+
+def test_only_the_command_line_chooses_the_folder_of_compiled_kernels(tmp_path):
+    """They are code, and a file may be that of others."""
+    (tmp_path / "theirs.yaml").write_text("data: {cache_dir: theirs}\n")
+    words = ["model=phi_tiny", "data=orders"]
+    usual = _folder_of_kernels(load_config(words))
+    assert _folder_of_kernels(load_config([*words, f"run={tmp_path}/theirs.yaml"])) == usual
+    assert _folder_of_kernels(load_config([*words, f"data.cache_dir={tmp_path}"])) == tmp_path / "kernels"
 
 
 def test_deterministic_holds_inside_and_not_after(monkeypatch):

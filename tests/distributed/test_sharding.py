@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.compose import load_config
 from finetune.distributed.launch import launch
-from finetune.distributed.sharding import _mesh, refuse_uneven_shards
+from finetune.distributed.sharding import _mesh, refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.padded import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.folder import RunFolder
@@ -232,6 +232,20 @@ def test_the_reducer_of_whole_weights_is_refused_before_anything_is_loaded(tmp_p
     with pytest.raises(ConfigError, match=message), launch(config):
         pass
     assert not (tmp_path / "run").exists()
+
+
+def test_only_optimizers_that_look_at_single_values_update_sharded_weights(tmp_path):
+    def refuse(method, optimizer, *, trains=True):
+        words = [SHARDED, f"training.method={method}", f"optim.optimizer={optimizer}"]
+        refuse_what_is_not_sharded(load_config([*run_words(tmp_path / "run"), *words]), trains=trains)
+
+    refuse("full", "torch.optim.SGD")
+    refuse("lora", "torch.optim.Adafactor")
+    refuse("full", "torch.optim.Adafactor", trains=False)
+    with pytest.raises(
+        ConfigError, match=r"torch\.optim\.Adafactor .* cannot update weights that are sharded .* AdamW"
+    ):
+        refuse("full", "torch.optim.Adafactor")
 
 
 def test_a_shard_size_must_divide_the_world_and_needs_shards(tmp_path):
