@@ -165,6 +165,11 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     from finetune.model.tokens import build_run_tokenizer
     from finetune.runs.model_files import LoadedRun
 
+    if run.config.rollout.tools or run.config.rollout.environment:
+        _log.warning(
+            "the run learned conversations with tools or an environment. Here none is called or offered, so answers "
+            "and metrics are not those of its validations, which metrics.jsonl has"
+        )
     tokenizer = build_run_tokenizer(run.config)
     model = _load_base(runtime, run.config)
     if run.config.training.method == "lora":

@@ -224,6 +224,15 @@ def test_the_world_of_training_is_not_asked_for_again(own_copy):
     assert find_run(own_copy, ["parallel.num_processes=2"]).config.parallel.num_processes == 2
 
 
+def test_a_run_of_conversations_says_that_no_tool_is_called(own_copy, capsys):
+    load(own_copy)
+    assert "conversations" not in capsys.readouterr().err
+    file = own_copy / "config.yaml"
+    file.write_text(file.read_text().replace("  tools: []", "  tools: [calculator]", 1))
+    load(own_copy)
+    assert "the run learned conversations with tools or an environment. Here none is called" in capsys.readouterr().err
+
+
 def test_a_run_that_was_quantized_says_where_it_is_not(own_copy, caplog):
     run = find_run(own_copy, ["lora.quantize=nf4"])
     with launch(run.config, trains=False) as runtime:
