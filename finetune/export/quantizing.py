@@ -73,7 +73,7 @@ def find_program(name: str, llama_cpp: Path) -> Path:
     if program is None:
         raise ConfigError(
             f"{name} is not in {llama_cpp}, its build/bin or on PATH. Build it there: cmake -B build && cmake --build "
-            "build --target llama-quantize llama-imatrix. Or use finetune export gguf --type q8_0, which does not need it."
+            "build --target llama-quantize llama-imatrix. Or use finetune export gguf --type q8_0, which needs neither."
         )
     if installed_version() is None:
         raise ConfigError(f"a quantized model is measured in llama.cpp, not installed here: pip install {PACKAGE}.")
