@@ -167,8 +167,8 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 
     if run.config.rollout.tools or run.config.rollout.environment:
         _log.warning(
-            "the run learned conversations with tools or an environment. Here none is called or offered, so answers "
-            "and metrics are not those of its validations, which metrics.jsonl has"
+            "the run learned in conversations with tools or an environment. Nothing calls them here, so answers and "
+            "metrics differ from those of its validations in metrics.jsonl"
         )
     tokenizer = build_run_tokenizer(run.config)
     model = _load_base(runtime, run.config)

@@ -230,7 +230,7 @@ def test_a_run_of_conversations_says_that_no_tool_is_called(own_copy, capsys):
     file = own_copy / "config.yaml"
     file.write_text(file.read_text().replace("  tools: []", "  tools: [calculator]", 1))
     load(own_copy)
-    assert "the run learned conversations with tools or an environment. Here none is called" in capsys.readouterr().err
+    assert "the run learned in conversations with tools or an environment. Nothing" in capsys.readouterr().err
 
 
 def test_a_run_that_was_quantized_says_where_it_is_not(own_copy, caplog):
