@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -14,6 +16,7 @@ from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.report import write_report
 from finetune.cli.run_options import STYLES, OptionRules, refuse_several_processes
+from finetune.config.keys import values
 from finetune.config.schema import Config, DataSection
 from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
 from finetune.sweep.running import run_trials
@@ -74,7 +77,7 @@ def sweep_from_overrides(
     drawn = draw_trials(space, seed=seed, num_trials=num_trials)
     if only is not None and only > len(drawn):
         raise ConfigError(f"--only is {only}, but this sweep has the trials 1 to {len(drawn)}.")
-    config = _check(same, drawn, metric, starts_trials=not report_only)
+    config = _check(same, drawn[:1] if report_only else drawn, metric, starts_trials=not report_only)
     same = [argument for argument in same if not argument.startswith("output_dir=")]
     if metric is not None:  # so that adapter/ has the weights by which the trial is judged
         same.append(f"checkpoint.best_metric={metric.removeprefix(_PREFIX)}")
@@ -94,6 +97,24 @@ def sweep_from_overrides(
     return RunFailedError.exit_code if chosen[0].state == "failed" else 0
 
 
+@contextmanager
+def _each_once(name: str) -> Iterator[None]:
+    """Within the block, let a logger write each message once: most keys are the same in all trials."""
+    logger, written = logging.getLogger(name), set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        num_before = len(written)
+        written.add(record.getMessage())
+        return len(written) > num_before
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
+
+
+@_each_once("finetune.training.unread_keys")
 def _check(
     same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str | None, *, starts_trials: bool
 ) -> Config:
@@ -110,15 +131,15 @@ def _check(
     configs: list[Config] = []
     problems: dict[str, list[str]] = {}
     validates: dict[str, bool] = {}
-    for number, values in enumerate(drawn, 1):
+    for number, of_trial in enumerate(drawn, 1):
         try:
-            arguments = [*same, *(f"{key}={value}" for key, value in values.items())]
+            arguments = [*same, *(f"{key}={value}" for key, value in of_trial.items())]
             config = config_from_overrides(arguments, command="sweep")
             if metric is not None:
                 config = config.with_values({"checkpoint.best_metric": (metric.removeprefix(_PREFIX), "--metric")})
             check_paths(config)
             metrics = check_config(config).metrics  # knows which metrics its validations have
-            unread.append(find_unread_keys(config, values, has_metrics=bool(metrics), world_size=None))
+            unread.append(find_unread_keys(config, of_trial, has_metrics=bool(metrics), world_size=None))
             data = str(config.data)
             if data not in validates:
                 validates[data] = has_validation(config.data)
@@ -136,14 +157,16 @@ def _check(
             lines.append(f"{problem} ({'all trials' if len(names) == len(drawn) else ', '.join(names)})")
         raise ConfigError("\n  ".join(lines))
     if starts_trials:
-        _look_for_equal_trials(drawn, unread)
+        _look_for_equal_trials(drawn, unread, [values(config) for config in configs])
     return configs[0]
 
 
-def _look_for_equal_trials(drawn: Sequence[Mapping[str, str]], unread: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a key that has no effect in any trial. Name the trials that differ only in keys without effect.
+def _look_for_equal_trials(
+    drawn: Sequence[Mapping[str, str]], unread: Sequence[Mapping[str, str]], given: Sequence[Mapping[str, object]]
+) -> None:
+    """Refuse a key that has no effect in any trial. Name the trials that will be equal, and why.
 
-    `unread` has the keys that each trial does not read, and why.
+    `unread` has the keys that each trial does not read, and why. `given` has the values of all keys of each trial.
 
     Raises:
         ConfigError: names the keys, and why they have no effect.
@@ -156,20 +179,29 @@ def _look_for_equal_trials(drawn: Sequence[Mapping[str, str]], unread: Sequence[
                 f"in it would be equal. Leave {key} out, or change that."
             )
     same: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for number, (values, of_trial) in enumerate(zip(drawn, unread, strict=True)):
-        read = tuple((key, value) for key, value in values.items() if key not in of_trial)
+    for number, (texts, of_trial) in enumerate(zip(drawn, unread, strict=True)):
+        read = tuple((key, str(given[number].get(key, text))) for key, text in texts.items() if key not in of_trial)
         same.setdefault(read, []).append(number)
     for numbers in same.values():
         if len(numbers) > 1:
             names = " and ".join(f"trial-{number + 1:03d}" for number in numbers)
             why = "; ".join(f"{key}, because {why}" for key, why in unread[numbers[0]].items())
-            say(f"{names} will be equal. They differ only in a key without effect there: {why}")
+            read_keys = [key for key in drawn[0] if key not in unread[numbers[0]]]
+            written = {key: dict.fromkeys(drawn[number][key] for number in numbers) for key in read_keys}
+            spelled_differently = {key: texts for key, texts in written.items() if len(texts) > 1}
+            shown = spelled_differently or ({} if why else written)
+            same_values = "; ".join(f"{key} is {' and '.join(texts)}" for key, texts in shown.items())
+            found = [f"They differ only in a key without effect there: {why}."] if why else []
+            found += [f"Their values are the same: {same_values}."] if same_values else []
+            say(f"{names} will be equal. {' '.join(found)}")
 
 
 def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
     """Show a table of all trials, the best one, and where the page is. Return the exit code."""
     from finetune.report.sentences import best_run, second_line
 
+    for trial in trials:
+        trial.read = trial.run
     states = [trial.state for trial in trials]
     complete = [trial.run for trial, state in zip(trials, states, strict=True) if state == "completed"]
     best = complete[0] if len(complete) == 1 else best_run(complete)

@@ -65,11 +65,12 @@ def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
         return  # a section with nothing beneath it
     if takes_text(setting.dotted) and setting.text is not None and setting.value is not None:
         setting = replace(setting, value=setting.value if isinstance(setting.value, str) else setting.text)
-    for other in list(chosen):
-        shorter = min(len(other), len(setting.key))
-        if other != setting.key and other[:shorter] == setting.key[:shorter]:
-            del chosen[other]
-    chosen[setting.key] = setting
+    key = setting.key
+    for depth in range(1, len(key)):
+        chosen.pop(key[:depth], None)
+    for below in [other for other in chosen if len(other) > len(key) and other[: len(key)] == key]:
+        del chosen[below]
+    chosen[key] = setting
 
 
 def _validated(chosen: Settings, problems: list[str]) -> Config | None:

@@ -37,7 +37,6 @@ _END_OF_THINKING = re.compile(r"\s*</think>\s*")
 _MARKER = re.compile(r"<\|?\w+\|?>")
 """What looks like a special token."""
 
-
 LOSS_KINDS = ("reasoning", "tool_call", "end_of_turn")
 """What targets are counted as, in the order of the columns of `EncodedRows.loss_kinds`. All others are the answer."""
 ODDITIES = ("empty_question", "reordered_results")

@@ -59,6 +59,8 @@ class Trial:
         self.folder = folder / self.name
         self.log = folder / f"{self.name}.log"
         self.lock = folder / f"{self.name}.lock"
+        self.read: RecordedRun | None = None
+        """The run, if its files are not read again. They may change while a trial runs."""
         self._metric = sweep.metric
         drawn = (f"{key}={value}" for key, value in self.values.items())
         self.arguments = ["train", *sweep.arguments, *drawn, f"output_dir={self.folder}", "resume=auto"]
@@ -70,8 +72,8 @@ class Trial:
 
     @property
     def run(self) -> RecordedRun:
-        """The run's files, as they are now."""
-        return RecordedRun(self.folder, self.name, detail="recent")
+        """The run's files, as they are now or were when they were read."""
+        return self.read or RecordedRun(self.folder, self.name, detail="recent")
 
     @property
     def state(self) -> str:
@@ -101,7 +103,7 @@ class Trial:
 def open_sweep(folder: Path, sweep: Sweep, *, is_there: bool = False) -> None:
     """Record a sweep in its folder, unless it is there. More trials are added. Several processes may do so at once.
 
-    With `is_there`, the folder must hold a sweep.
+    With `is_there`, the folder must hold a sweep, and nothing is written.
 
     Raises:
         CheckpointError: the folder cannot be written, or holds another sweep, a run or other files.
@@ -119,7 +121,7 @@ def open_sweep(folder: Path, sweep: Sweep, *, is_there: bool = False) -> None:
                     f"output_dir={folder} holds {content} and no sweep. Name a new folder with output_dir=. Nothing "
                     "was changed."
                 )
-            if not files or _is_extended(folder, sweep, _read(file)):
+            if not files or (_is_extended(folder, sweep, _read(file)) and not is_there):
                 replace_file(file, _as_file(asdict(sweep)))
     except OSError as error:
         raise CheckpointError(

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from finetune.cli import sweep
 from finetune.cli.sweep import _look_for_equal_trials
 from finetune.errors import ConfigError
 from finetune.sweep.space import draw_trials, read_space, read_values
@@ -94,8 +95,39 @@ def test_a_key_that_no_trial_reads_is_refused_before_the_first():
 def test_trials_that_differ_only_in_a_key_without_effect_are_named(capsys):
     drawn = [{"lora.r": r, "training.method": method} for r in ("4", "8") for method in ("lora", "full")]
     unread = [{"lora.r": "it is full"} if trial["training.method"] == "full" else {} for trial in drawn]
-    _look_for_equal_trials(drawn, unread)
+    _look_for_equal_trials(drawn, unread, [{}] * 4)
     (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(
-        "trial-002 and trial-004 will be equal. They differ only in a key without effect there: lora.r,"
+    assert said == (
+        "trial-002 and trial-004 will be equal. They differ only in a key without effect there: lora.r, because it is "
+        "full."
     )
+
+
+def test_trials_whose_values_are_equal_are_named_with_what_was_written(capsys):
+    drawn = [{"seed": seed, "optim.learning_rate": rate} for seed in ("1", "2") for rate in ("1e-3", "0.001", "1e-3")]
+    _look_for_equal_trials(
+        drawn, [{}] * 6, [{"seed": int(trial["seed"]), "optim.learning_rate": 0.001} for trial in drawn]
+    )
+    first, _ = capsys.readouterr().out.splitlines()
+    same = "will be equal. Their values are the same: optim.learning_rate is 1e-3 and 0.001."
+    assert first == f"trial-001 and trial-002 and trial-003 {same}"
+    _look_for_equal_trials(drawn[:1] * 2, [{}] * 2, [{}] * 2)
+    assert "Their values are the same: seed is 1; optim.learning_rate is 1e-3." in capsys.readouterr().out
+
+
+def test_a_key_without_effect_in_all_trials_is_said_once_and_a_report_composes_one_trial(tmp_path, caplog, monkeypatch):
+    composed: list[object] = []
+    compose = sweep.config_from_overrides
+    monkeypatch.setattr(sweep, "config_from_overrides", lambda *a, **k: composed.append(a) or compose(*a, **k))
+    monkeypatch.setattr(sweep, "run_trials", lambda *a, **k: None)
+    asked = ["quickstart", "optim.learning_rate=1e-3,2e-3,3e-3", "early_stopping.min_delta=0.1"]
+    asked += [f"output_dir={tmp_path / 'sweep'}"]
+    sweep.sweep_from_overrides(asked, num_trials=2)
+    assert len(composed) == 2
+    said = "set, but without effect in this run: early_stopping.min_delta=0.1 (command line)"
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["set"]
+    assert caplog.records[0].getMessage().startswith(said)
+    recorded = (tmp_path / "sweep/sweep.json").read_bytes()
+    sweep.sweep_from_overrides(asked, num_trials=3, report_only=True)
+    assert len(composed) == 3
+    assert (tmp_path / "sweep/sweep.json").read_bytes() == recorded, "a report records nothing"
