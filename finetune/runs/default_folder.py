@@ -83,17 +83,16 @@ def _newest_run_of(config: Config, parent: Path) -> RecordedRun | None:
             f"{parent} cannot be read: {describe_os_error(error)}. resume=auto looks there for the run to go on with. "
             "Name its folder with output_dir=."
         ) from error
-    runs = [RecordedRun(folder) for folder in folders]
-    read = [(run, run.config) for run in runs if run.folder.holds_run()]
-    differences = [(run, _other_keys(run, before, config), before) for run, before in read if before is not None]
-    same = [run for run, keys, _ in differences if not keys]
-    if not same and not config.optim.optimizer.startswith(SCRIPT_PREFIX):
-        same = [
-            run
-            for run, keys, before in differences
-            if keys == ["optim.optimizer"] and before.optim.optimizer.startswith(SCRIPT_PREFIX)
-        ]
-    return max(same, key=lambda run: run.started or "", default=None)
+    runs = [run for run in map(RecordedRun, folders) if run.folder.holds_run()]
+    of_script = None
+    for run in sorted(runs, key=lambda run: run.started or "", reverse=True):  # reads no run older than the answer
+        before = run.config
+        keys = None if before is None else _other_keys(run, before, config)
+        if keys == []:
+            return run
+        if keys == ["optim.optimizer"] and before and before.optim.optimizer.startswith(SCRIPT_PREFIX):
+            of_script = of_script or run
+    return None if config.optim.optimizer.startswith(SCRIPT_PREFIX) else of_script
 
 
 def _other_keys(run: RecordedRun, before: Config, config: Config) -> list[str]:

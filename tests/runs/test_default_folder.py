@@ -11,6 +11,7 @@ import pytest
 from finetune.config.compose import compose
 from finetune.config.render import resolved_yaml
 from finetune.errors import CheckpointError
+from finetune.runs import recorded_run
 from finetune.runs.default_folder import reserved_folder, with_chosen_folder
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
@@ -80,7 +81,7 @@ def test_a_killed_start_leaves_its_folder_free_and_one_that_ends_leaves_nothing(
     assert chosen() == "runs/orders-phi_tiny"
 
 
-def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
+def test_resume_takes_the_newest_run_whose_curve_would_be_the_same(monkeypatch):
     assert chosen("resume=auto") == "runs/orders-phi_tiny"
     pretend_run(Path("runs/a"), started="2026-01-01T00:00:00")
     pretend_run(Path("runs/b"), "training.log_every=3", started="2026-03-01T00:00:00")
@@ -91,6 +92,10 @@ def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen("resume=auto", "optim.learning_rate=1e-5") == "runs/c"
     assert chosen("resume=auto", "seed=1") == "runs/orders-phi_tiny"
     assert chosen() == "runs/orders-phi_tiny"
+    read = []
+    monkeypatch.setattr(recorded_run, "compose", lambda *a, **k: read.append(k["run"]) or compose(*a, **k))
+    assert chosen("resume=auto") == "runs/b"
+    assert [Path(file).parent.name for file in read] == ["c", "b"], "no run that is older than the answer"
 
 
 def test_resume_takes_the_run_that_messages_advise_to_change():
