@@ -258,10 +258,10 @@ def _exit_is_an_error() -> Iterator[None]:
     """Let os._exit raise an error in this thread: code of an answer that a function runs could end the run with 0."""
     leave, own = os._exit, (os.getpid(), threading.get_ident())
 
-    def refuse(code: int) -> NoReturn:
+    def refuse(status: int) -> NoReturn:
         if own != (os.getpid(), threading.get_ident()):  # a forked child, or a thread of this program
-            leave(code)
-        raise RuntimeError(f"it called os._exit({code})")
+            leave(status)
+        raise RuntimeError(f"it called os._exit({status})")
 
     os._exit = refuse
     try:
