@@ -72,7 +72,7 @@ def test_the_readme_compares_with_figures_that_were_recorded():
     *others, fastest = sorted(rate for task, rate in RATES.items() if task.startswith("peers/chat/trl"))
     assert len(others) >= 3
     times_with_chats = f"{RATES['peers/chat/ours'] / fastest:.1f} times"
-    for part in (f"on chat rows {times_with_chats} as fast as the fastest", f"rows of 4,096 tokens {times};"):
+    for part in (f"on chat rows {times_with_chats} as fast as the fastest", f"rows of 4,096 tokens {times}."):
         assert part in compared
     for part in (f"on one H200: chat rows {times_with_chats} the", f"rows of 4,096 tokens {times} those of TRL"):
         assert part in PAGE
