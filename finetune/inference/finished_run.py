@@ -168,7 +168,7 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     if run.config.rollout.tools or run.config.rollout.environment:
         _log.warning(
             "the run learned in conversations with tools or an environment. Nothing calls them here, so answers and "
-            "metrics differ from those of its validations in metrics.jsonl"
+            "metrics are not comparable with its validations in metrics.jsonl"
         )
     tokenizer = build_run_tokenizer(run.config)
     model = _load_base(runtime, run.config)
