@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
+_REWARDS = {"train_reward": "reward", "validation_reward": "validation reward"}
+"""The columns of runs that learn from rewards, which the table has if there is such a run."""
+_INDEX_FORMAT = 2
+"""To be raised when `summary` gets other keys within a version."""
 _SHORT_LIVED = ("running", "unreadable", "unknown")
 """States that may change while the stamps of a run's files stay as they are."""
 
@@ -45,8 +49,10 @@ def runs(
     if as_json:
         print_json(summaries)
     elif summaries:
-        head = ("run", "state", "step", *_LOSSES.values(), "started", "model", "data")
-        print_table(head, [_row(run) for run in summaries], right=("step", *_LOSSES.values()))
+        has_rewards = any(run[name] is not None for run in summaries for name in _REWARDS)
+        figures = _LOSSES | (_REWARDS if has_rewards else {})
+        head = ("run", "state", "step", *figures.values(), "started", "model", "data")
+        print_table(head, [_row(run, figures) for run in summaries], right=("step", *figures.values()))
     else:
         say(f"no run in {folder}")
 
@@ -60,7 +66,7 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
     from finetune.runs.file_lock import is_held
     from finetune.runs.recorded_run import find_runs, mapping
 
-    name = hashlib.sha256(os.fsencode(f"{__version__} {folder.resolve()}")).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(f"{__version__} {_INDEX_FORMAT} {folder.resolve()}")).hexdigest()[:16]
     index = Path(os.path.expanduser("~/.cache/finetune"), f"runs-{name}.json")  # noqa: PTH111  # pathlib needs a home
     try:
         known = mapping(json.loads(index.read_bytes()))
@@ -110,6 +116,8 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "validation_loss": run.last("validation", "loss"),
         "best_loss": best[1] if best else None,
         "best_step": best[0] if best else None,
+        "train_reward": run.last("step", "reward"),
+        "validation_reward": run.last("validation", "reward"),
         "started": run.started,
         "finished": run.finished,
         "model": config.model.path or config.model.init if config else None,
@@ -118,17 +126,17 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
+def _row(run: dict[str, Any], figures: Iterable[str]) -> list[str | tuple[str, str]]:
     from finetune.runs.recorded_run import name_on_one_line
 
     step = "" if run["step"] is None else f"{run['step']}/{run['num_steps']}" if run["num_steps"] else str(run["step"])
-    losses = ["" if run[name] is None else f"{run[name]:.4f}" for name in _LOSSES]
+    shown = ["" if run[name] is None else f"{run[name]:.4f}" for name in figures]
     name, model, data = (name_on_one_line(run[key] or "") for key in ("name", "model", "data"))
     return [
         name,
         (run["state"], STYLES.get(run["state"], "")),
         step,
-        *losses,
+        *shown,
         local_time(run["started"]),
         model,
         data,

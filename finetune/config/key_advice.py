@@ -15,7 +15,8 @@ OTHER_WORDS = {
     "seed": "random_seed",
     "resume": "resume_from resume_training continue_from",
     "output_dir": "out_dir save_dir checkpoint_dir logging_dir",
-    "model.path": "model_name model_id model_path pretrained_model_name_or_path pretrained_model pretrained",
+    "model.path": "model_name model_id model_path pretrained_model_name_or_path pretrained_model pretrained model.name "
+    "model.id model.name_or_path model.base model.model",
     "model.revision": "model.branch",
     "data.path": "dataset_path dataset_id data_path data_files data_dir",
     "data.mixture": "data.sources",

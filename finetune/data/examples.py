@@ -350,7 +350,7 @@ def _why_off(split: str, at_path: _Splits | None, setting: str | list[str] | Non
         return f"data.{split} is {NO_ROWS}"
     if at_path is None or at_path.form in (_ONE_FILE, _FILES):
         form = _ONE_FILE if at_path is None else at_path.form
-        return f"the data is {form}, which is all for training; data.{split} can name another file or a fraction (0.05)"
+        return f"the data is {form} without {split} rows; data.{split} can name another file or a fraction (0.05)"
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 

@@ -42,6 +42,7 @@ from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import check_fit, sometimes_read
+from finetune.training.early_end import SHORTEN_PATIENCE, describe_unused_patience
 from finetune.training.forward import Computation, wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose
@@ -66,7 +67,7 @@ from finetune.training.memory.generation import (
 )
 from finetune.training.memory.tracing import Part
 from finetune.training.objective import encode_for_objective
-from finetune.training.optim import build_optimizer, is_schedule_free
+from finetune.training.optim import build_optimizer, describe_short_schedule, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.setup import check_config
 from finetune.training.unread_keys import OF_SPLITS, describe_missing_splits, describe_unread_keys
@@ -193,6 +194,7 @@ class Planner:
         if self._splits is not None:
             self.batching.refuse_dropping_all(self._splits)
             refuse_early_stopping(config, self._splits)
+        self._name_what_has_too_few_steps()
         optimizer = build_optimizer(self.model, config.optim)
         self._need = optimizer_need(optimizer, device_type=device.type)
         self._is_schedule_free = is_schedule_free(optimizer)
@@ -212,6 +214,16 @@ class Planner:
             keys.append(describe_missing_splits(config, sometimes_read(config, OF_SPLITS), self._splits))
         fix = "remove them, or set what they need"
         self.findings += [warning("Keys", sentence, fix) for sentence in keys if sentence]
+
+    def _name_what_has_too_few_steps(self) -> None:
+        """Add a finding if the schedule or the patience is too long for the steps of the run."""
+        config, cadence = self._config, self.batching.cadence
+        if cadence is None:
+            return
+        if schedule := describe_short_schedule(config.optim, cadence.num_steps):
+            self.findings.append(warning("Steps", schedule, "train more steps, or change the schedule"))
+        if patience := describe_unused_patience(config, cadence):
+            self.findings.append(warning("Steps", patience, SHORTEN_PATIENCE))
 
     def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None.

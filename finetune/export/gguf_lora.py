@@ -22,6 +22,7 @@ from finetune.errors import ConfigError, ModelError
 from finetune.export.converters import ADAPTER_TO_GGUF
 from finetune.export.gguf import Exported, Gguf, gguf_bytes, read_written, stored_stop_ids, write_gguf
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
+from finetune.export.gguf_tokens import refuse_other_tokenizer
 from finetune.export.merge import load_tuned_model
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
@@ -60,6 +61,8 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
         )
     _refuse_what_is_lost(run.weights)
     base, tokenizer = _base_folder(run), build_run_tokenizer(run.config)
+    if with_base:
+        refuse_other_tokenizer(tokenizer)  # before the test vectors, which take longer
     size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.weight_type) if with_base else 0)
     with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path) as aside:
         num_tensors = _write_adapter(run.weights, base, writer, Path(aside), gguf)

@@ -123,6 +123,8 @@ def _facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
         "state": run.state,
         "train_loss": run.last("step", "loss"),
         "validation_loss": run.last("validation", "loss"),
+        "train_reward": run.last("step", "reward"),
+        "validation_reward": run.last("validation", "reward"),
         **{name: run.result.get(name) for name in _RESULTS},
     }
     for model in ("test_base", "test_tuned"):

@@ -275,6 +275,4 @@ class UpdateWatch:
         if unchanged:
             from finetune.training.unchanged_adapters import refuse_unchanged
 
-            refuse_unchanged(
-                unchanged, self._b_matrices.keys(), step=self._checked_step, highest_rate=self._highest_rate
-            )
+            refuse_unchanged(unchanged, self._b_matrices, step=self._checked_step, highest_rate=self._highest_rate)

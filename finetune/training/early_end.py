@@ -1,4 +1,4 @@
-"""Say why training ended before its last step, in the log and in run.json."""
+"""Say why training ended before its last step, in the log and in run.json, and when it cannot end early at all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from finetune.units import counted
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.runs.state import TrainerState
+    from finetune.training.cadence import Cadence
     from finetune.training.reporting.journal import Journal
 
+SHORTEN_PATIENCE = "lower validation.validate_every or early_stopping.patience"
 _log = logging.getLogger(__name__)
 
 
@@ -31,6 +33,29 @@ def record_early_end(
     sentence = f"{when} after step {state.step} of {num_steps}: {why}."
     _log.warning("%s", sentence)
     journal.result["ended_early"] = {"reason": reason, "sentence": sentence}
+
+
+def describe_unused_patience(config: Config, cadence: Cadence) -> str:
+    """Say that `early_stopping.patience` is too long to end this run early. Empty if it is not, or is null.
+
+    The first validation always counts as an improvement, and after the last one a run ends anyway.
+    """
+    patience, num_steps = config.early_stopping.patience, cadence.num_steps
+    if patience is None:
+        return ""
+    num = sum(map(cadence.validates_after, range(1, num_steps + 1)))
+    if num >= patience + 2:
+        return ""
+    return (
+        f"early_stopping.patience={patience} cannot end this run early: that takes {patience + 2} validations or more, "
+        f"and there is room for {num} in {counted(num_steps, 'step')}"
+    )
+
+
+def warn_of_unused_patience(config: Config, cadence: Cadence) -> None:
+    """Log what `describe_unused_patience` says, and what to do."""
+    if why := describe_unused_patience(config, cadence):
+        _log.warning("%s; %s", why, SHORTEN_PATIENCE)
 
 
 def _describe_patience(config: Config, state: TrainerState) -> str:

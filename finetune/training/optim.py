@@ -172,9 +172,7 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(f"optim.optimizer is {name}, but {module} has no such optimizer.")
     if optimizer in (torch.optim.LBFGS, torch.optim.SparseAdam) or name.endswith("Closure"):
-        raise ConfigError(
-            f"optim.optimizer is {name}, which needs a closure or sparse gradients. Choose torch.optim.AdamW."
-        )
+        raise ConfigError(f"optim.optimizer={name} needs a closure or sparse gradients. Choose torch.optim.AdamW.")
     return optimizer
 
 
@@ -201,15 +199,14 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
     return section.learning_rate * height + section.min_learning_rate * (1.0 - height)
 
 
-def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
-    """Warn if the warm-up takes more than all steps, or if a rate that should fall in the last steps has only one."""
-    if section.warmup_steps > num_steps:
-        _log.warning(
-            "optim.warmup_steps is %d, more than the steps of the run (%d): the learning rate never reaches %g",
-            *(section.warmup_steps, num_steps, section.learning_rate),
-        )
-    elif section.schedule == "wsd" and (section.decay_steps or num_steps / 10) <= 1 < num_steps - section.warmup_steps:
-        _log.warning("optim.schedule=wsd never falls in 1 step, which begins at the top; set optim.decay_steps=2")
+def describe_short_schedule(section: OptimSection, num_steps: int) -> str:
+    """Say that the steps are too few for the warm-up, or one too few for a rate that should fall. Empty if not."""
+    if (warmup := section.warmup_steps) > num_steps:
+        rate = f"the learning rate never reaches {section.learning_rate:g}"
+        return f"optim.warmup_steps is {warmup}, more than the steps of the run ({num_steps}): {rate}"
+    if section.schedule == "wsd" and (section.decay_steps or num_steps / 10) <= 1 < num_steps - warmup:
+        return "optim.schedule=wsd never falls in 1 step, which begins at the top; set optim.decay_steps=2"
+    return ""
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

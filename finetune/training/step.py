@@ -231,9 +231,7 @@ def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], ste
     if batch.num_failed_beside:
         runtime.collectives.agree_on_failure_beside()
     if batch.num_targets == 0:
-        raise DataError(
-            f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
-        )
+        raise DataError(f"no row of step {step} has a target token. Look at the rows, or raise data.max_length.")
     return batch
 
 

@@ -29,7 +29,7 @@ from finetune.training.hooks import Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, describe_held_out, global_batch_size, log_batches
 from finetune.training.loop import finish, run_loop
 from finetune.training.objective import Loaders
-from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
+from finetune.training.optim import build_optimizer, describe_short_schedule, restore_trained_weights
 from finetune.training.preemption import preempted_in_test
 from finetune.training.reporting.journal import Journal
 from finetune.training.setup import CheckedConfig, check_config, set_up
@@ -166,7 +166,12 @@ class Trainer:
         rule = train_loader.rule
         cadence = Cadence.of(config, rule.steps_per_epoch)
         log_batches(config, rule, num_steps=cadence.num_steps, world_size=runtime.world_size)
-        warn_of_long_warmup(config.optim, cadence.num_steps)
+        if why := describe_short_schedule(config.optim, cadence.num_steps):
+            _log.warning("%s", why)
+        if config.early_stopping.patience is not None:
+            from finetune.training.early_end import warn_of_unused_patience
+
+            warn_of_unused_patience(config, cadence)
         optimizer = runtime.placement.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = self._resume(optimizer).renumbered(cadence.steps_per_epoch)
         setup.objective.start(setup, train_loader, state)
@@ -228,8 +233,7 @@ class Trainer:
         if 0 < cadence.num_steps <= state.step:
             _log.info("the run is complete, with step %d of %d: nothing is trained", state.step, cadence.num_steps)
         else:
-            is_distributed = self.runtime.context.distributed
-            _log.info("Starting distributed training..." if is_distributed else "Starting training...")
+            _log.info("Starting %straining...", "distributed " * self.runtime.context.distributed)
 
     def _say_what_is_trained(self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence) -> None:
         if speaks_to_a_person():

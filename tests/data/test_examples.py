@@ -16,7 +16,9 @@ def test_one_file_is_all_training_data_and_the_log_says_so(make_section, write_j
     splits = load_examples(make_section(path=write_jsonl([CHAT, CHAT])))
     assert len(splits.train) == 2
     assert splits.validation is splits.test is None
-    assert logged()[0].startswith("validation is off: the data is one file, which is all for training")
+    assert logged()[0].startswith(
+        "validation is off: the data is one file without validation rows; data.validation can name "
+    )
     assert logged()[1].startswith("test is off: ")
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import ConfigError, ModelError
 from finetune.export.gguf import Gguf
@@ -37,6 +40,15 @@ def test_what_would_be_lost_is_named(tmp_path, settings, lost):
 def test_a_run_without_an_adapter_is_told_to_be_merged(tmp_path):
     with pytest.raises(ConfigError, match=r"trained every weight, so there is no adapter"):
         export(write_run(tmp_path / "run", full=True), tmp_path)
+
+
+def test_a_tokenizer_that_llama_cpp_cannot_have_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    monkeypatch.setattr("finetune.export.gguf_lora.build_run_tokenizer", lambda config: words)
+    monkeypatch.setattr("finetune.export.gguf_lora.vectors_of_run", lambda run: pytest.fail("vectors were computed"))
+    with pytest.raises(ModelError, match="the tokenizer is of the kind WordLevel"):
+        export(write_run(tmp_path / "run"), tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.process

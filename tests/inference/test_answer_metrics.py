@@ -1,3 +1,4 @@
+import os
 import sys
 
 import pytest
@@ -108,3 +109,9 @@ def test_a_metric_that_goes_wrong_is_named(packages, name, why):
     (metric,) = resolve([f"{packages}.{name}"], [packages]).values()
     with pytest.raises(DataError, match=why):
         measure(name, metric, "a", "b")
+
+
+def test_a_metric_that_ends_the_program_fails_instead(monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # without a mend, pytest would end here
+    with pytest.raises(DataError, match=r"mine failed on the answer 'a': RuntimeError\('it called os._exit\(0\)'\)"):
+        measure("mine", lambda *_: os._exit(0), "a", "b")

@@ -38,7 +38,7 @@ def test_a_run_says_where_it_stands(tmp_path):
     assert run == {
         **{"name": "a", "path": str(folder.path), "state": "completed", "why": None, "step": 2, "num_steps": 2},
         **{"train_loss": 2.0, "validation_loss": 2.0, "best_loss": 2.0, "best_step": 2, "model": "owner/phi"},
-        **{"data": "owner/rows", "world_size": 1},
+        **{"data": "owner/rows", "world_size": 1, "train_reward": None, "validation_reward": None},
     }
 
 
@@ -125,6 +125,20 @@ def test_the_table_and_the_objects_say_the_same(tmp_path, capsys, monkeypatch):
     described = page.partition("`runs --json` prints")[2].partition("\n\n")[0]
     assert set(run) <= set(re.findall("`([a-z_]+)`", described))
     assert (run["name"], run["state"], run["train_loss"]) == ("a [bold]", "completed", 2.25)
+
+
+def test_runs_that_learn_from_rewards_show_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    write_run(tmp_path / "plain")
+    runs(tmp_path)
+    assert "reward" not in capsys.readouterr().out
+    folder = write_run(tmp_path / "grpo", "training.objective=grpo", "reward.functions=[exact_match]")
+    with folder.metrics_file.open("a") as file:
+        file.write('{"event": "step", "step": 4, "reward": 0.625}\n')
+        file.write('{"event": "validation", "step": 4, "loss": 1.0, "reward": 0.75}\n')
+    runs(tmp_path)
+    table = capsys.readouterr().out
+    assert all(part in table for part in ("reward", "0.6250", "validation reward", "0.7500"))
 
 
 def test_a_name_with_a_line_break_makes_no_line_of_its_own(tmp_path, capsys):

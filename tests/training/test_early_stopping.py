@@ -7,8 +7,8 @@ import pytest
 from finetune.config.compose import compose
 from finetune.runs.metrics import FORGOTTEN
 from finetune.runs.state import TrainerState
-from finetune.training.cadence import StopRules
-from finetune.training.early_end import record_early_end
+from finetune.training.cadence import Cadence, StopRules
+from finetune.training.early_end import describe_unused_patience, record_early_end
 from finetune.training.loop import early_stop
 from finetune.training.resume import without_other_criteria
 from finetune.training.validation import Criteria, Validated, after_validation
@@ -109,3 +109,20 @@ def test_only_forgetting_counts_as_an_early_end_after_the_last_step():
     assert "set data.keep=5%" in said["sentence"]
     kept = ended("forgot too much", "early_stopping.max_forgotten=0.1", "data.keep=8%", state=state)
     assert "raise data.keep, which is 8%" in kept["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("patience", "validate_every", "is_said"), [(3, 2, False), (4, 2, True), (1, 5, True), (1, 4, False)]
+)
+def test_a_patience_that_cannot_end_a_run_early_is_said(patience, validate_every, is_said):
+    """Validations after steps 2, 4, 6, 8 and 10 are five. The first is an improvement, and the last ends the run."""
+    words = [
+        f"early_stopping.patience={patience}",
+        f"validation.validate_every={validate_every}",
+        "training.max_steps=10",
+    ]
+    config = compose(words, complete=False)
+    said = describe_unused_patience(config, Cadence.of(config, 100))
+    assert bool(said) is is_said
+    losses = [3.0] * sum(map(Cadence.of(config, 100).validates_after, range(1, 11)))
+    assert (True in after(losses, patience=patience)[1][:-1]) is not is_said

@@ -7,15 +7,13 @@ installed and allowed by the command line.
 from __future__ import annotations
 
 import math
-import os
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.own_functions import resolve_functions
 from finetune.data.rendering import match_patterns
@@ -23,6 +21,7 @@ from finetune.data.turns import Turn, text_turn
 from finetune.data.values import quote
 from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
+from finetune.exits import without_exit
 from finetune.inference.answers import exact_match, json_equal, json_valid, token_f1
 from finetune.signals import Terminated, received_stop_signal
 
@@ -245,29 +244,11 @@ class Rewards:
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function in a thread, where no signal raises KeyboardInterrupt: it is the function's own error."""
     try:
-        with _exit_is_an_error():
-            return _as_list(function(**arguments))
+        return _as_list(without_exit(function)(**arguments))
     except KeyboardInterrupt as error:
         if received_stop_signal() is not None:  # perhaps of a program that the function started, and Ctrl-C ended
             raise
         raise RuntimeError("it raised KeyboardInterrupt") from error
-
-
-@contextmanager
-def _exit_is_an_error() -> Iterator[None]:
-    """Let os._exit raise an error in this thread: code of an answer that a function runs could end the run with 0."""
-    leave, own = os._exit, (os.getpid(), threading.get_ident())
-
-    def refuse(status: int) -> NoReturn:
-        if own != (os.getpid(), threading.get_ident()):  # a forked child, or a thread of this program
-            leave(status)
-        raise RuntimeError(f"it called os._exit({status})")
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 def _as_list(values: Any) -> Any:
