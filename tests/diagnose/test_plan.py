@@ -68,6 +68,14 @@ def test_keys_without_effect_are_a_warning(words):
     assert found == [f"set, but without effect in this run: {each}" for each in (first, second)]
 
 
+def test_a_schedule_and_a_patience_that_need_more_steps_are_warnings(words):
+    more = ["optim.warmup_steps=999", "early_stopping.patience=9", "training.max_steps=5"]
+    plan = make_plan(load_config([*words, *more]), find_device("cpu"))
+    warmup, patience = [each.what for each in plan.findings if each.area == "Steps"]
+    assert warmup.startswith("optim.warmup_steps is 999, more than the steps of the run (5)")
+    assert patience.startswith("early_stopping.patience=9 cannot end this run early: that takes 11 validations or more")
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("more", [["training.global_batch_size=8"], ["training.kernels=reference"]])
 def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):

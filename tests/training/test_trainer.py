@@ -233,12 +233,14 @@ def test_the_adapter_folder_holds_the_best_step(words, tmp_path, monkeypatch):
 
 def test_a_best_step_without_a_checkpoint_is_said_and_the_last_is_published(words, tmp_path, monkeypatch):
     give_validation_losses(monkeypatch, [1.0, 3.0, 2.0])
-    train([*words, "validation.validate_every=2"])
+    train([*words, "validation.validate_every=2", "early_stopping.patience=2"])
     run = tmp_path / "run"
     weights = "adapter_model.safetensors"
     last = run / "checkpoints" / "step-000005" / weights
     assert (run / "adapter" / weights).read_bytes() == last.read_bytes()
-    assert "the best validation was at step 2, after which checkpoint.save_every" in (run / "log.txt").read_text()
+    log = (run / "log.txt").read_text()
+    assert "the best validation was at step 2, after which checkpoint.save_every" in log
+    assert "early_stopping.patience=2 cannot end this run early: that takes 4 validations or more" in log
     published = record(run)["result"]
     assert (published["best_step"], published["best_loss"]) == (5, 2.0)  # the loss of the weights in adapter/
 
