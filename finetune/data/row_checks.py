@@ -231,6 +231,9 @@ def _apply(
     found = [(part, row) for part, mask in zip(parts, masks, strict=True) for row in mask.nonzero()[:, 0].tolist()]
     if not found:
         return parts
+    is_cut_prompt = parts[0].are_prompts and check.advice == _RAISE_LENGTH
+    if is_cut_prompt and (check.key, action) == ("on_long_row", "warn"):
+        return parts  # the next checks refuse it
     longest = max(int(side.full_lengths[row]) for part, row in found for side in part.sides)
     known = {"max_length": section.max_length, "longest": longest}
     num_rows = sum(map(len, parts))
@@ -239,10 +242,9 @@ def _apply(
     if action == "drop":
         _log.warning("%s. They are left out (data.%s=drop).", problem, check.key)
         return _without(parts, [~mask for mask in masks], split, check.key, check.advice.format(**known))
-    is_cut_prompt = parts[0].are_prompts and check.advice == _RAISE_LENGTH
-    so = "prompts and expected answers must be whole" if is_cut_prompt else check.so
     drop = f"data.{check.key}=drop to leave these rows out" if len(found) < num_rows else ""
     keep = "" if is_cut_prompt else f"data.{check.key}=warn to keep them"
+    so = "prompts and expected answers must be whole" if is_cut_prompt else check.so
     _warn_or_refuse(action, f"{problem}: {so}. {check.advice.format(**known)}", refused, drop, keep)
     return parts
 

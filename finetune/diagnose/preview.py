@@ -237,7 +237,7 @@ def preview_data(
             *_judge_template(splits, tokenizer),
             *_judge_fit(splits, context, _rows_of_embedding(config, model, tokenizer), tokenizer),
             *_judge_duplicates(summaries),
-            *(_judge_prompts(config, splits) if are_prompts else _judge_targets(summaries)),
+            *(_judge_prompts(config, splits, refusals) if are_prompts else _judge_targets(summaries)),
             *_mention_rows_on_top(config, encoded, tokenizer),
         ],
         raw_digests=[digest for of_split in splits.values() for digest in of_split.sides[0].raw_digests()],
@@ -473,10 +473,12 @@ def _judge_targets(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
                 yield warning("Data", f"{name}: {on_one_line(text)}", "set another template (data.chat_template)")
 
 
-def _judge_prompts(config: Config, splits: dict[SplitName, Rows]) -> Iterator[Finding]:
-    """Find rows that a run refuses because their prompt is not whole."""
+def _judge_prompts(config: Config, splits: dict[SplitName, Rows], found: Sequence[Finding]) -> Iterator[Finding]:
+    """Find rows that a run refuses because their prompt is not whole. `found`: the checks of rows may name them."""
     from finetune.training.rewards.prompt_rows import cut_prompts, validation_sample
 
+    if any(each.level == "problem" for each in found):
+        return
     for name, rows in splits.items():
         if name == "test" or not isinstance(rows, EncodedExamples):
             continue

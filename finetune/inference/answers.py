@@ -22,7 +22,6 @@ from finetune.signals import Terminated
 if TYPE_CHECKING:
     from finetune.data.templates import AnswerTokens
 
-
 _END_OF_THINKING = "</think>"
 _QUESTION = text_turn("user", "a")
 _THINKING, _TEXT = "probe-1", "probe-2"

@@ -146,9 +146,8 @@ def check_criteria(
             from finetune.config.key_advice import did_you_mean
             from finetune.inference.answers import METRICS
 
-            advice = (
-                f"Add validation.metrics={name}." if name in METRICS and not measured else did_you_mean(name, known)
-            )
+            is_built_in = name in METRICS and not measured
+            advice = f"Add validation.metrics={name}." if is_built_in else did_you_mean(name, known)
             raise ConfigError(
                 f"{key} is {name} ({config.origin(key)}), which this run does not measure; it measures "
                 f"{', '.join(known)}. {advice}".rstrip()

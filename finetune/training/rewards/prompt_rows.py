@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example, as_messages
+from finetune.data.row_checks import name_some
 from finetune.data.splits import shuffled
 from finetune.data.turns import Turn, text_turn
 from finetune.errors import DataError
@@ -32,10 +33,11 @@ def cut_prompts(examples: EncodedExamples) -> str | None:
     cut = (examples.has_answer.logical_not() | examples.is_truncated).nonzero()[:, 0].tolist()
     if not cut:
         return None
+    lengths = examples.full_lengths.tolist()
     return (
-        f"data.max_length cuts the prompt or the expected answer of {counted(len(cut), 'row')}; the first is "
-        f"{examples.source(cut[0])} ({int(examples.full_lengths[cut[0]]):,} tokens). Raise data.max_length, or "
-        "leave such rows out: data.on_long_row=drop."
+        f"data.max_length cuts the prompt or the expected answer of {counted(len(cut), 'row')}: "
+        f"{name_some(f'{examples.source(row)} ({lengths[row]:,} tokens)' for row in cut)}. Raise data.max_length (the "
+        f"longest has {max(lengths):,} tokens), or leave such rows out: data.on_long_row=drop."
     )
 
 

@@ -432,7 +432,7 @@ def test_a_rollout_that_is_generated_again_removes_later_ones(tmp_path):
         (
             ["data.path={inputs}/turns.jsonl", "data.max_length=64"],
             DataError,
-            r"cuts the prompt or the expected answer of 2 rows; the first is .*turns\.jsonl:1 \(\d+ tokens\)",
+            r"cuts the prompt or the expected answer of 2 rows: .*turns\.jsonl:1 \(\d+ tokens\)",
         ),
         (["training.objective=sft"], ConfigError, "but training.objective is sft, which does not read it"),
         (["validation.metrics=exact_match"], ConfigError, "have no expected answer"),
