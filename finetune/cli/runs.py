@@ -130,7 +130,7 @@ def _row(run: dict[str, Any], figures: Iterable[str]) -> list[str | tuple[str, s
     from finetune.runs.recorded_run import name_on_one_line
 
     step = "" if run["step"] is None else f"{run['step']}/{run['num_steps']}" if run["num_steps"] else str(run["step"])
-    shown = ["" if run[name] is None else f"{run[name]:.4f}" for name in figures]
+    shown = ["" if run[name] is None else f"{run[name]:z.4f}" for name in figures]
     name, model, data = (name_on_one_line(run[key] or "") for key in ("name", "model", "data"))
     return [
         name,
