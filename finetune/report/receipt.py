@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.schema import Config
-from finetune.errors import CheckpointError, ConfigError, RequirementError
+from finetune.errors import CheckpointError, ConfigError, RequirementError, first_line
 from finetune.limits import read_regular
 from finetune.model.published import published_sizes
 from finetune.report.page import page_template
-from finetune.runs.durable import describe_os_error, replace_file
+from finetune.runs.durable import MANIFEST, describe_os_error, replace_file
 from finetune.runs.metrics import number_in
 from finetune.runs.output_files import writes
 from finetune.runs.recorded_rows import read_row_record
@@ -29,19 +29,31 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
     """Build the receipt. What the files do not tell is `NOT_KNOWN`.
 
     Raises:
-        CheckpointError: the run has no published weights, or they are damaged.
+        CheckpointError: the run has no published weights, or they are damaged; or a file has a number or a nesting that
+            no run writes.
         ConfigError: the run is not complete.
     """
+    try:
+        return dict(json.loads(json.dumps(_facts(run), allow_nan=False)))
+    except (ArithmeticError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{run.name} has no receipt: run.json or metrics.jsonl has a value that no run writes "
+            f"({first_line(error)}). Restore the file, or use another run."
+        ) from None
+
+
+def _facts(run: RecordedRun) -> dict[str, Any]:
     weights = run.find_weights()
     if run.state != "completed" or run.config is None:
         why = run.why_no_config or f"its state is {run.state}"
         raise ConfigError(f"{run.name} has no receipt: {why}. A receipt is of a completed run: go on with resume=auto.")
     prints, config, verdicts = run.part("fingerprints"), run.config, mapping(run.result.get("verdict"))
+    manifest = hashlib.sha256(read_regular(weights / MANIFEST)).hexdigest()
     return {
         "receipt": 1,
         "rows": _rows(run),
         "base": {"name": _base_name(run, config), "sha256": prints.get("base", NOT_KNOWN)},
-        "weights": {"manifest_sha256": hashlib.sha256(read_regular(weights / "manifest.json")).hexdigest()},
+        "weights": {"manifest_sha256": manifest},
         "training": {
             "objective": config.training.objective,
             "method": config.training.method,
@@ -62,7 +74,7 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
             for fact in run.entries("fallbacks")
             if {"what", "used", "wanted", "why"} <= fact.keys()
         ],
-        "certificate": _certificate(weights),
+        "certificate": _certificate(weights, manifest),
         "verdict": {name: mapping(part).get("sentence") for name, part in verdicts.items()} or NOT_KNOWN,
     }
 
@@ -133,11 +145,13 @@ def _energy(run: RecordedRun) -> dict[str, float | str] | str:
     return {kind: sums.get(kind, NOT_KNOWN) for kind in kinds} if sums else NOT_KNOWN
 
 
-def _certificate(weights: Path) -> Any:
-    """Return runtime and verdict of the certificate beside the weights."""
+def _certificate(weights: Path, manifest: str) -> Any:
+    """Return runtime and verdict of the certificate beside the weights. One of other weights tells nothing."""
     try:
         content = dict(json.loads(read_regular(weights / _CERTIFICATE)))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
+        return NOT_KNOWN
+    if content.get("manifest_sha256") != manifest:
         return NOT_KNOWN
     return {name: content.get(name, NOT_KNOWN) for name in ("runtime", "verdict")}
 
@@ -170,13 +184,13 @@ def check_receipt(run: RecordedRun) -> int:
     """
     file = run.folder.path / JSON_NAME
     try:
-        written = dict(json.loads(read_regular(file)))
-    except (OSError, ValueError, TypeError) as error:
+        before = dict(_leaves(dict(json.loads(read_regular(file)))))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         why = describe_os_error(error) if isinstance(error, OSError) else "it is not JSON"
         raise CheckpointError(
             f"{file} cannot be read: {why}. Write it with `finetune receipt {shlex.quote(run.name)}`."
         ) from None
-    before, now = (dict(_leaves(receipt)) for receipt in (written, json.loads(json.dumps(build_receipt(run)))))
+    now = dict(_leaves(build_receipt(run)))
     # A certificate may be written after the receipt, and again with another version of its runtime.
     is_verified = now.get(("certificate", "verdict")) == "same"
     differences = [
