@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from finetune.data.templates import adds_bos
 from finetune.engine.decoder import family_of
-from finetune.errors import ConfigError, ModelError, RunFailedError
+from finetune.errors import ConfigError, ModelError, RunFailedError, first_line
 from finetune.export.converters import (
     BYTE_LEVEL_TO_GGUF,
     HOW_TO_GET_LLAMA_CPP,
@@ -220,10 +220,17 @@ def gguf_bytes(model: Path, weight_type: GgufType) -> int:
 
 
 def stored_stop_ids(model: Path) -> list[int]:
-    """Return the stop ids of generation_config.json; an empty list if the file names none."""
+    """Return the stop ids of generation_config.json; an empty list if the file names none.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
     file = model / "generation_config.json"
-    stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    return [stops] if isinstance(stops, int) else [int(token_id) for token_id in stops or []]
+    try:
+        stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        return [stops] if isinstance(stops, int) else [int(token_id) for token_id in stops or []]
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {first_line(error)}. Merge the run again.") from error
 
 
 def convert(model: Path, out: Path, gguf: Gguf, reading: Reading) -> Header:

@@ -16,10 +16,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, ValidationError, create_model
 
 import finetune
 from finetune.data.rendering import render_conversations
@@ -110,6 +111,9 @@ CERTIFICATE, VLLM_CERTIFICATE = "certificate.json", "certificate-vllm.json"
 _DECIDES_NO_ANSWER = {"README.md", "Modelfile", VECTORS_FILE, LOGITS_FILE, CERTIFICATE, VLLM_CERTIFICATE, MANIFEST}
 MAX_NEW_TOKENS = 16
 _SCHEMA = 1
+_REQUIRED = ("vectors", "stop_ids", "has_template")
+_OF_OTHER_FILES = ("logits", "sha256")
+"""The fields of `Vectors` that test_vectors.json does not have."""
 _MOST_POSITIONS = 32
 """Positions with logits: at 4 bytes for each token of the vocabulary, 26 MB for the 200,064 of Phi-4-mini."""
 _RANDOM_PROMPTS = 4
@@ -302,7 +306,7 @@ def write_vectors(writer: FolderWriter, vectors: Vectors) -> str:
     raw = io.BytesIO()
     np.save(raw, vectors.logits.numpy(), allow_pickle=False)
     logits = writer.write(LOGITS_FILE, [raw.getvalue()])
-    names = [item.name for item in fields(vectors) if item.name not in ("vectors", "logits", "sha256")]
+    names = [item.name for item in fields(vectors) if item.name not in ("vectors", *_OF_OTHER_FILES)]
     record = {
         "schema_version": _SCHEMA,
         **{name: getattr(vectors, name) for name in names},
@@ -330,24 +334,51 @@ def read_vectors(place: Path) -> Vectors:
     try:
         raw = read_regular(file, follows_links=True)
         record = json.loads(raw)
-        if record.pop("schema_version") != _SCHEMA:
+        if record["schema_version"] != _SCHEMA:
             raise CheckpointError(f"{file} has another schema_version than {_SCHEMA}. Read it with a newer finetune.")
-        logits, vectors = record.pop("logits"), tuple(Vector(**values) for values in record.pop("vectors"))
+        known = _read_fields(raw)
         values = read_regular(file.parent / LOGITS_FILE, most=_MOST_BYTES_OF_LOGITS, follows_links=True)
-        if hashlib.sha256(values).hexdigest() != logits["sha256"]:
+        if hashlib.sha256(values).hexdigest() != record["logits"]["sha256"]:
             raise CheckpointError(
                 f"{file.parent / LOGITS_FILE} is not the file that {file.name} names (SHA-256 differs)."
             )
         rows = torch.from_numpy(np.load(io.BytesIO(values), allow_pickle=False))
-        known = {name: record[name] for name in record.keys() & {item.name for item in fields(Vectors)}}
-        read = Vectors(**known, vectors=vectors, logits=rows, sha256=hashlib.sha256(raw).hexdigest())
+        read = Vectors(**known, logits=rows, sha256=hashlib.sha256(raw).hexdigest())
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {describe_os_error(error)}.") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a file of test vectors: {error}.") from error
-    if rows.ndim != 2 or len(rows) != sum(len(vector.positions) for vector in vectors):
+    if rows.ndim != 2 or len(rows) != sum(len(vector.positions) for vector in read.vectors):
         raise CheckpointError(f"{file} and {LOGITS_FILE} do not belong together: their positions differ.")
+    for vector in read.vectors:
+        tokens, places = [*vector.token_ids, *(vector.answer or ())], len(vector.token_ids)
+        if not (
+            all(0 <= token < rows.shape[1] for token in tokens) and all(0 <= at < places for at in vector.positions)
+        ):
+            raise CheckpointError(
+                f"{file} is not a file of test vectors: {vector.name!r} has unknown tokens or positions."
+            )
     return read
+
+
+def _read_fields(raw: bytes) -> dict[str, Any]:
+    """Read the fields of `Vectors` from test_vectors.json. Fields that are not known are left out.
+
+    Raises:
+        ValueError: a field is missing or of another type, in one line.
+    """
+    hints = get_type_hints(Vectors)
+    asked: dict[str, Any] = {
+        item.name: (hints[item.name], ... if item.name in _REQUIRED else None)
+        for item in fields(Vectors)
+        if item.name not in _OF_OTHER_FILES
+    }
+    try:
+        read = create_model("test vectors", __config__=ConfigDict(strict=True), **asked).model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return {name: getattr(read, name) for name in read.model_fields_set}
 
 
 def copy_vectors(model: Path, writer: FolderWriter) -> None:

@@ -170,6 +170,9 @@ def test_a_modelfile_alone_names_a_merged_folder_that_ollama_can_import(model, t
     text = (out / "Modelfile").read_text()
     assert text.startswith(f"FROM {model}\n")
     assert 'PARAMETER stop "<|end|>"\nPARAMETER stop "<|endoftext|>"\n' in text
+    (model / "generation_config.json").write_text("[]")
+    damaged = run_finetune("export", "ollama", model, tmp_path / "other", code=2)
+    assert "generation_config.json cannot be read: 'list' object has no attribute 'get'" in damaged.errors
 
 
 def test_a_template_that_no_modelfile_can_have_is_refused_before_the_run_is_merged(tmp_path):

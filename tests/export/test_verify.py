@@ -26,15 +26,27 @@ from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
 from finetune.export.certificate import CERTIFICATE_HEAD, path_of_certificate, read_certificates
 from finetune.export.push import build_package
-from finetune.export.runtimes import load_peft
-from finetune.export.served_comparison import Rendered, ServedComparison, compare, rows_of_checks
-from finetune.export.vectors import Vector, Vectors, digest_weight_files, read_vectors
-from finetune.export.verifying import verify_run
+from finetune.export.runtimes import RUNTIMES, load_peft
+from finetune.export.served_comparison import Rendered, ServedComparison, check_digests, compare, rows_of_checks
+from finetune.export.vectors import (
+    MAX_NEW_TOKENS,
+    SYSTEM_PROMPT,
+    Digests,
+    Vector,
+    Vectors,
+    digest_weight_files,
+    prompts_to_ask,
+    read_vectors,
+    write_vectors,
+)
+from finetune.export.verifying import verify_folder, verify_run
 from finetune.export.vllm_served import InVllm, limits_of_adapter, served_by_vllm
-from finetune.runs.durable import MANIFEST, find_damage
+from finetune.runs.durable import MANIFEST, committed_folder, find_damage
 from tests.export.finished_runs import words_to_train, write_run
 from tests.in_process import run_finetune
 from tests.replay.scene import change_tensor, edit_json
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import build_tiny, tiny_phi3_config
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 LORA = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
@@ -221,6 +233,7 @@ def test_a_run_s_template_is_compared_with_the_one_that_trained_it(run):
         (lambda it: (it / "test_vectors.npy").write_bytes(b""), "is not the file that test_vectors.json names"),
         (lambda it: (it / "config.json").unlink(), "is neither a run nor a model"),
         (lambda it: edit_json(it / "test_vectors.json", schema_version=2), "another schema_version"),
+        (lambda it: edit_json(it / "test_vectors.json", vectors=[]), "do not belong together: their positions differ"),
     ],
 )
 def test_what_cannot_be_compared_is_the_user_s_to_mend(made, tmp_path, spoil, reason):
@@ -372,12 +385,16 @@ class Recorded(SimpleNamespace):
         return self.replies or self.vectors.vectors[0].answer
 
 
-def answered(bound: float = 1e-2, **changes: object) -> ServedComparison:
+def answered_vectors(**changes: object) -> Vectors:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     turns = [{"role": "user", "content": "a"}]
     vector = Vector(name="a", turns=turns, text="<a>", token_ids=[1, 2, 3, 4], positions=[3], answer=[5, 6, 2])
-    vectors = Vectors(vectors=(vector,), logits=logits, stop_ids=[2], has_template=True)
-    return compare(Recorded(vectors=vectors, stop_ids=[2], **changes), vectors, bound=bound)
+    return dataclasses.replace(Vectors(vectors=(vector,), logits=logits, stop_ids=[2], has_template=True), **changes)
+
+
+def answered(bound: float = 1e-2, **changes: object) -> ServedComparison:
+    vectors = answered_vectors()
+    return compare(Recorded(**{"vectors": vectors, "stop_ids": [2], **changes}), vectors, bound=bound)
 
 
 def test_an_answer_may_part_at_a_near_tie_and_nowhere_else():
@@ -389,7 +406,25 @@ def test_an_answer_may_part_at_a_near_tie_and_nowhere_else():
     (parted,) = answered(replies=[5, 7, 7]).mismatches
     assert parted.startswith('prompt "a": token 1 of the answer is 7, expected 6; their logits are 5 apart')
     assert answered(replies=[5, 6, 2, 9]).mismatches == ('prompt "a": the answer has 4 tokens, expected 3',)
+    assert answered(replies=[5, 7, 7], tie=-5.0).mismatches, "it is far less likely"
     assert "differ by inf of their norm" in answered(factor=math.nan).mismatches[0]
+    assert (answered().checks["positions"].equal, answered(factor=1.5).checks["positions"].equal) == (1, 0)
+
+
+@pytest.mark.parametrize("stops", [[], [2, 5], [5]])
+def test_a_runtime_stops_at_the_ends_of_an_answer_and_nowhere_else(stops):
+    assert answered(stop_ids=stops).mismatches == (f"it stops at {stops}, expected [2]",)
+    assert answered(stop_ids=[2, 2]).mismatches == ()
+
+
+def test_another_vocabulary_is_a_difference():
+    class Larger(Recorded):
+        def logits(self, token_ids, positions):
+            return torch.zeros(len(positions), 51)
+
+    vectors = answered_vectors()
+    found = compare(Larger(vectors=vectors, stop_ids=[2]), vectors, bound=0.1)
+    assert found.mismatches == ('prompt "a": logits are [1, 51], expected [1, 50]',)
 
 
 def test_a_bound_at_which_most_answers_are_near_ties_is_said_to_show_little():
@@ -528,3 +563,118 @@ def test_other_adapters_templates_and_methods_are_verified_too(tmp_path, setting
     assert found["runtime"].startswith("transformers " if "full" in settings else "peft ")
     assert ("vLLM does not serve" in " ".join(found["notes"])) == ("use_dora" in settings)
     run_finetune("verify", tmp_path / "merged", code=0)
+
+
+def test_what_the_model_answers_without_the_system_turn_is_said():
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+
+    class Asked(Recorded):
+        def render(self, turns):
+            return Rendered("<a>", [1, 2, 3, len(turns)])
+
+        def answer(self, token_ids, max_new_tokens):
+            return [5, 6, 2] if token_ids[-1] == self.briefest else [7]
+
+    vectors = answered_vectors(system="Be brief.")
+    vector = dataclasses.replace(vectors.vectors[0], name=SYSTEM_PROMPT, turns=turns)
+    vectors = dataclasses.replace(vectors, vectors=(vector,))
+    for briefest, same in ((1, "the same answer"), (2, "another answer")):
+        found = compare(Asked(vectors=vectors, stop_ids=[2], briefest=briefest), vectors, bound=0.1)
+        assert found.without_system.endswith(f"Without it, the model gives {same} to 'a'"), found.without_system
+
+
+def test_a_file_that_is_missing_is_a_difference(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    digests = {"config.json": hashlib.sha256(b"{}").hexdigest(), "chat_template.jinja": "1" * 64}
+    found = check_digests(tmp_path, Digests(files=digests))["files"]
+    assert (found.compared, found.equal, found.mismatches) == (2, 1, ("file chat_template.jinja is missing",))
+
+
+def test_a_model_that_cannot_be_loaded_is_named_with_its_changed_files(tmp_path):
+    def load():
+        raise RunFailedError("it cannot be loaded")
+
+    (tmp_path / "config.json").write_text("{")
+    recorded = Digests(files={"config.json": "1" * 64})
+    with pytest.raises(
+        RunFailedError, match=r"^it cannot be loaded; file config\.json is not the one that was written"
+    ):
+        verifying._compare(load, tmp_path, answered_vectors(), 0.1, recorded)
+
+
+def test_only_merged_weights_may_differ_by_what_a_merge_rounds(tmp_path):
+    bounds = {runtime.name: runtime for runtime in RUNTIMES}
+    vectors = answered_vectors(rounding=0.25)
+    assert bounds["PEFT"].bound(vectors, tmp_path) == 1e-4
+    assert bounds["transformers"].bound(vectors, tmp_path) == 0.5001
+
+
+def test_a_prompt_that_a_model_has_no_room_or_no_embedding_for_is_not_asked():
+    tokenizer = tiny_tokenizer("phi4_mini")
+
+    def asked(num_rows, room):
+        model = build_tiny(tiny_phi3_config(vocab_size=num_rows, max_position_embeddings=room))
+        return {vector.name: vector for vector in prompts_to_ask(tokenizer, model, None) if vector.turns}
+
+    everything = asked(len(tokenizer), 512)
+    longest = max(everything.values(), key=lambda vector: len(vector.token_ids))
+    room = len(longest.token_ids) + MAX_NEW_TOKENS
+    assert asked(len(tokenizer), room).keys() == everything.keys()
+    assert longest.name not in asked(len(tokenizer), room - 1)
+    last = max(max(vector.token_ids) for vector in everything.values())
+    assert {name for name, vector in everything.items() if max(vector.token_ids) < last} == asked(last, 512).keys()
+
+
+def test_a_certificate_says_what_could_not_be_compared(tmp_path, monkeypatch):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(verifying, "_compare", lambda *_: answered())
+    converted = "transformers has converted weights, so their bytes were compared with nothing"
+    of_no_files = "the folder has no manifest.json, so the certificate does not say of which files it is"
+    for written, notes in (({"a": "1"}, []), ({}, [converted])):
+        vectors = answered_vectors(written=written, note="mine")
+        monkeypatch.setattr(verifying, "read_vectors", lambda _, vectors=vectors: vectors)
+        assert verify_folder(tmp_path).notes == (*notes, "mine", of_no_files)
+
+
+@pytest.fixture
+def made_vectors(tmp_path):
+    """The folder with the test vectors of `answered_vectors`."""
+    with committed_folder(tmp_path / "made") as writer:
+        write_vectors(writer, answered_vectors(rounding=0.5, system="Be brief."))
+    return tmp_path / "made"
+
+
+def test_test_vectors_are_read_as_they_were_written_and_unknown_fields_are_left_out(made_vectors):
+    file, written = made_vectors / "test_vectors.json", answered_vectors(rounding=0.5, system="Be brief.")
+    (vector,) = json.loads(file.read_text())["vectors"]
+    edit_json(file, vectors=[{**vector, "of_a_later_version": 1}], of_a_later_version=1)
+    read = read_vectors(made_vectors)
+    for item in dataclasses.fields(read):
+        if item.name not in ("logits", "sha256"):
+            assert getattr(read, item.name) == getattr(written, item.name), item.name
+    assert torch.equal(read.logits, written.logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stop_ids": 7}, r"stop_ids: Input should be a valid"),
+        ({"stop_ids": ["a"]}, r"stop_ids\.0: Input should be a valid integer"),
+        ({"max_new_tokens": "x"}, r"max_new_tokens: Input should be a valid integer"),
+        ({"written": [1]}, r"written: Input should be"),
+        ({"vectors": [{"name": "a"}]}, r"vectors\.0\.token_ids: Field required"),
+        ({"positions": [4]}, "'a' has unknown tokens or positions"),
+        ({"positions": [-1]}, "'a' has unknown tokens or positions"),
+        ({"token_ids": [1, 50]}, "'a' has unknown tokens or positions"),
+        ({"answer": [50]}, "'a' has unknown tokens or positions"),
+        ({"answer": ["x"]}, r"vectors\.0\.answer\.0: Input should be a valid integer"),
+        ({"turns": "hello"}, r"vectors\.0\.turns: Input should be"),
+    ],
+)
+def test_test_vectors_of_others_are_refused_in_a_sentence(made_vectors, changes, reason):
+    file = made_vectors / "test_vectors.json"
+    (vector,) = json.loads(file.read_text())["vectors"]
+    edit_json(file, **(changes if not changes.keys() <= vector.keys() else {"vectors": [vector | changes]}))
+    with pytest.raises(CheckpointError, match=rf"test_vectors\.json is not a file of test vectors: {reason}"):
+        read_vectors(made_vectors)
