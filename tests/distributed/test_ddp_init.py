@@ -1,8 +1,10 @@
 import json
 import os
 import sys
+import threading
 from contextlib import ExitStack
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -11,11 +13,20 @@ import torch.distributed as dist
 
 from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
-from finetune.distributed import process_group
+from finetune.distributed import process_group, rendezvous
 from finetune.distributed.environment import LAUNCH_VARIABLES, read_environment, with_place
-from finetune.distributed.process_group import start_backend
-from finetune.errors import LaunchError
-from tests.launches import free_port, run_command, write_report
+from finetune.distributed.joined_world import JoinedWorld
+from finetune.distributed.process_group import (
+    TrainsAloneError,
+    compare_devices,
+    obey,
+    start_backend,
+    verdict_on_failure,
+)
+from finetune.distributed.rendezvous import Rendezvous, Verdict
+from finetune.errors import LaunchError, LeftToMain, RunFailedError
+from finetune.fallbacks import Fallbacks
+from tests.launches import free_port, place_variables, run_command, write_report
 
 
 def launch_variables():
@@ -169,6 +180,94 @@ def test_the_limit_for_the_start_holds_for_the_start_alone():
         assert start_backend(rendezvous, "gloo", timedelta(minutes=60), undo) is None
     assert not dist.is_initialized()
     assert rendezvous.store.timeout == timedelta(minutes=60), "groups that are made later wait at the same store"
+
+
+def test_a_rank_that_does_not_answer_has_not_started(monkeypatch):
+    for name in ("init_process_group", "barrier"):
+        monkeypatch.setattr(dist, name, Mock())
+    pair = OneRank()
+    pair.environment = read_environment(with_place({}, 0, 2))
+    why = start_backend(pair, "gloo", timedelta(minutes=60), ExitStack())
+    assert why == "gloo did not start on 1 of 2 ranks (rank 1: no answer)"
+
+
+def test_exactly_rank_0_goes_on_alone_and_none_of_a_strict_run():
+    assert verdict_on_failure("rank 1 is missing", Fallbacks()) == Verdict("alone", "rank 1 is missing")
+    refused = Verdict("refused", "rank 1 is missing. No rank goes on alone.")
+    assert verdict_on_failure("rank 1 is missing", Fallbacks(strict=True)) == refused
+    ends = {0: (TrainsAloneError, LaunchError), 1: (LeftToMain, LaunchError)}
+    for rank, (alone, stopped) in ends.items():
+        environment = SimpleNamespace(rank=rank, world_size=2)
+        there = SimpleNamespace(environment=environment, share_verdict=lambda verdict: verdict)
+        for decision, error in (("alone", alone), ("refused", stopped)):
+            with pytest.raises(error):
+                obey(there, Verdict(decision, "why"))
+        obey(there, Verdict("together"))
+
+
+def test_two_ranks_on_one_gpu_are_refused_before_a_backend_starts():
+    def compare(*gpus):
+        notes = {rank: json.dumps(["cuda with nccl", f"node {gpu}", None]) for rank, gpu in enumerate(gpus)}
+        return compare_devices(SimpleNamespace(joined=lambda: notes))
+
+    assert compare("GPU-a", "GPU-b") == Verdict("together")
+    decision, reason = compare("GPU-a", "GPU-a")
+    assert decision == "refused"
+    assert "ranks 0, 1 (node GPU-a)" in reason
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Return a function that lets a rank of two join at one port, and end all that was begun."""
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    port, joined = free_port(), []
+
+    def join(rank, **variables):
+        environ = {**place_variables(rank, 2, port), **variables}
+        joined.append(Rendezvous(read_environment(environ), timedelta(seconds=5)))
+        return joined[-1]
+
+    yield join
+    for each in joined:
+        each.leave()
+
+
+def test_a_second_process_of_a_rank_and_a_rank_of_another_launch_are_refused(join):
+    for rank in (0, 1):
+        join(rank)
+    with pytest.raises(LaunchError, match=r"rank 1 has already joined at .* two processes were started as this rank"):
+        join(1)
+    with pytest.raises(LaunchError, match=r"rank 1 found another launch .* id 'lab' here"):
+        join(1, TORCHELASTIC_RUN_ID="lab")
+
+
+def test_rank_0_waits_until_the_others_know_that_it_trains_alone(join):
+    """The store ends with rank 0."""
+    first, second = (join(rank) for rank in (0, 1))
+    assert first.wait_for_all() is None
+    telling = threading.Thread(target=first.share_verdict, args=[Verdict("alone", "why")])
+    telling.start()
+    telling.join(0.1)
+    assert telling.is_alive()
+    assert second.share_verdict(Verdict("together")) == Verdict("alone", "why")
+    telling.join(5)
+    assert not telling.is_alive()
+
+
+def test_a_rank_ends_with_its_launcher_while_it_waits(join, monkeypatch):
+    monkeypatch.setattr(rendezvous, "launcher_pid", lambda *_: 0)
+    with pytest.raises(RunFailedError, match="rank 1 lost its launcher, process 0, before all ranks had joined"):
+        join(1)
+
+
+def test_a_variable_that_somebody_else_has_changed_is_not_restored(monkeypatch):
+    world = JoinedWorld()
+    for name in ("OURS", "THEIRS"):
+        monkeypatch.setenv(name, "before")
+        world.set_variable(name, "1")
+    os.environ["THEIRS"] = "2"
+    world.undo.close()
+    assert (os.environ["OURS"], os.environ["THEIRS"]) == ("before", "2")
 
 
 if __name__ == "__main__":

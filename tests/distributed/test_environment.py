@@ -13,9 +13,12 @@ from finetune.distributed.environment import (
     DEFAULT_MASTER_PORT,
     _first_host_from_slurm_nodelist,
     given_address,
+    has_agent_store,
     is_batch_script_body,
+    is_first_process,
     read_environment,
     speaks_for_a_node,
+    with_place,
 )
 from finetune.distributed.launch import refuse_another_launch
 from finetune.errors import LaunchError
@@ -138,6 +141,7 @@ def test_half_a_launch_is_refused_and_never_completed_from_another_family():
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT is 65536"),
         ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT is 0"),
+        ({**ACCELERATE, "MASTER_PORT": "0"}, "MASTER_PORT is 0"),
     ],
 )
 def test_contradictions_and_what_is_no_number_are_refused_by_name(environ, said):
@@ -286,3 +290,21 @@ def test_the_first_process_of_each_of_several_nodes_speaks_for_it():
     assert speaks_for_a_node({**TORCHRUN, "RANK": "2", "LOCAL_RANK": "0"})
     assert not speaks_for_a_node({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
     assert not speaks_for_a_node({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_only_rank_0_is_the_first_process():
+    assert not is_first_process(TORCHRUN)
+    assert is_first_process({**TORCHRUN, "RANK": "0"})
+    assert is_first_process({})
+    assert is_first_process({**TORCHRUN, "RANK": "x"}), "whoever cannot know it speaks"
+
+
+def test_a_launcher_may_say_that_it_keeps_no_store():
+    """torchrun sets the variable to False for its static rendezvous."""
+    assert has_agent_store(TORCHRUN)
+    assert not has_agent_store({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+
+
+def test_a_local_rank_that_is_set_counts_beside_a_rank_that_is_given():
+    assert with_place({}, 3, 4)["LOCAL_RANK"] == "3"
+    assert with_place({"LOCAL_RANK": "1"}, 3, 4)["LOCAL_RANK"] == "1"

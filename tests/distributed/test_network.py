@@ -1,11 +1,13 @@
 import resource
 import socket
+import threading
 
 import psutil
 import pytest
 
 from finetune.distributed.environment import LaunchEnvironment
 from finetune.distributed.network import (
+    NO_STORE,
     address_of_rank_0,
     allow_connections,
     interface_towards,
@@ -14,6 +16,7 @@ from finetune.distributed.network import (
     listening_address,
     open_listener,
     own_address_towards,
+    probe_store,
 )
 
 
@@ -96,3 +99,17 @@ def test_rank_0_says_that_it_listens_on_all_interfaces(caplog):
     assert "rank 0 listens on all interfaces, because MASTER_ADDR (192.0.2.77) does not mean exactly one" in message
     with open_listener("") as listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5):
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_server_that_answers_something_else_is_no_store():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with server.accept()[0] as connection:
+                connection.recv(64)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert probe_store("127.0.0.1", server.getsockname()[1]) == NO_STORE
+        answering.join()

@@ -1,5 +1,6 @@
 import logging
 import os
+import signal
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +15,7 @@ from finetune.config.compose import compose, load_config
 from finetune.config.listing import list_configs
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
+from finetune.distributed import liveness as liveness_module
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.device import best_precision
@@ -22,14 +24,27 @@ from finetune.distributed.joined_world import ProcessContext
 from finetune.distributed.launch import (
     _check_world,
     _folder_of_kernels,
+    _record_output_device,
     _refuse_what_mps_lacks,
+    _signals_of_run,
     launch,
     refuse_another_launch,
+    wished_device,
 )
-from finetune.distributed.liveness import in_a_line
+from finetune.distributed.liveness import Liveness, explain, in_a_line
 from finetune.distributed.runtime import Runtime
-from finetune.errors import ConfigError, DataError, FinetuneError, LaunchError
+from finetune.errors import (
+    ConfigError,
+    DataError,
+    Fault,
+    FinetuneError,
+    LaunchError,
+    PeerFailedError,
+    PreemptedError,
+    RunFailedError,
+)
 from finetune.fallbacks import Fallbacks
+from finetune.signals import Terminated, received_stop_signal
 from tests.launches import free_port, place_variables, reports_of
 
 CPU = {"training": {"device": "cpu", "precision": "fp32"}}
@@ -223,13 +238,14 @@ def test_ranks_may_differ_in_what_belongs_to_a_rank_and_in_nothing_else(monkeypa
         {"parallel": {"output_device": 0}},
         {"data": {"cache_dir": "x"}},
         {"seed": 1},
+        {"data": {"max_length": 7}},
     ]
     with launch(config()) as runtime:
         compared.clear()
         for section in sections:
             _check_world(config(**section), runtime, trains=False)
     digests = [value for what, value in compared if what == "the configuration"]
-    assert [digests.index(digest) for digest in digests] == [0, 0, 0, 0, 4]
+    assert [digests.index(digest) for digest in digests] == [0, 0, 0, 0, 4, 5]
     assert "Process 0/1 started\n" in capsys.readouterr().err
 
 
@@ -281,17 +297,19 @@ def test_deterministic_holds_inside_and_not_after(monkeypatch):
 
 
 def test_closing_actions_run_last_first_and_are_told_the_error():
-    heard = []
+    heard, handlers = [], []
 
     def fail():
         with launch(config()) as runtime:
             runtime.liveness.on_close(lambda error: heard.append(("first", error)))
             runtime.liveness.on_close(lambda error: heard.append(("second", error)))
+            runtime.liveness.on_close(lambda _: handlers.append(signal.getsignal(signal.SIGTERM)))
             raise DataError("bad")
 
     with pytest.raises(DataError, match="bad"):
         fail()
     assert [(name, str(error)) for name, error in heard] == [("second", "bad"), ("first", "bad")]
+    assert handlers == [signal.SIG_IGN], "a launcher sends SIGTERM to the ranks that outlive another"
     with launch(config()) as runtime:
         runtime.liveness.on_close(heard.append)
     assert heard[-1] is None
@@ -450,13 +468,21 @@ def test_ranks_are_watched_while_their_cpus_are_connected(monkeypatch):
     """A rank that dies then would be waited for until the group's timeout, which is an hour."""
     recorder = Recorder()
     monkeypatch.setattr(Runtime, "_compare_worlds", lambda self: None)
-    monkeypatch.setattr("finetune.distributed.watchdog.Watchdog", lambda *args, **kwargs: recorder)
+    watchdog = Mock(return_value=recorder)
+    monkeypatch.setattr("finetune.distributed.watchdog.Watchdog", watchdog)
     monkeypatch.setattr(Collectives, "backend", "nccl")
     new_group = Mock(side_effect=RuntimeError("no network"))
     monkeypatch.setattr(torch.distributed, "new_group", new_group)
     context = ProcessContext(True, 0, 0, 2, torch.device("cpu"))
     with pytest.raises(LaunchError, match=r"gloo does not connect their CPUs \(no network\)"):
-        Runtime(context, read_environment({}), Fallbacks(), config(parallel={"timeout_minutes": 7}), {})
+        Runtime(
+            context,
+            read_environment({}),
+            Fallbacks(),
+            config(parallel={"timeout_minutes": 7, "step_timeout_minutes": 3}),
+            {},
+        )
+    assert watchdog.call_args.kwargs["step_timeout_seconds"] == 180
     forget_accelerate()
     assert new_group.call_args.kwargs == {"backend": "gloo", "timeout": timedelta(minutes=7)}
     connecting = "enter connecting the CPUs of all ranks"
@@ -489,3 +515,100 @@ def test_only_the_last_backward_pass_of_a_step_waits_for_other_ranks():
         assert recorder.heard == ["enter backward", "leave"]
         runtime.liveness.watchdog = runtime.placement._reducer = None
     assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_world_that_accelerate_sees_otherwise_is_refused():
+    """Here it sees one process, which is rank 0, as after a launch that it does not know."""
+    context = ProcessContext(True, 1, 1, 2, torch.device("cpu"))
+    with pytest.raises(
+        LaunchError, match=r"see different worlds .*world size: ours 2, Acc.*'s 1; rank: ours 1, Acc.*'s 0"
+    ):
+        Runtime(context, read_environment({}), Fallbacks(), config(), {})
+    forget_accelerate()
+
+
+ALONE = ProcessContext(False, 0, 0, 1, torch.device("cpu"))
+
+
+def test_only_an_error_of_this_rank_is_told_to_the_others():
+    told = {
+        DataError("mine"): ["failed: DataError", "closed"],
+        PreemptedError("as asked"): ["closed"],
+        PeerFailedError("another's", exit_code=2): ["closed"],
+        None: ["closed"],
+    }
+    for error, heard in told.items():
+        liveness = Liveness(ALONE)
+        liveness.watchdog = recorder = Recorder()
+        with liveness.leaving(error):
+            pass
+        assert recorder.heard == heard
+
+
+def test_a_connection_that_breaks_in_a_collective_means_a_lost_rank_and_other_errors_stay():
+    liveness = Liveness(ALONE)
+    liveness.watchdog = Recorder()
+    for text, error, said in (
+        ("Connection reset by peer", RunFailedError, "^another rank left during sum: Connection reset by peer"),
+        ("shapes differ", RuntimeError, "^shapes differ"),
+    ):
+        with pytest.raises(error, match=said) as caught, liveness.collective("sum"):
+            raise RuntimeError(text)
+        assert type(caught.value) is error
+
+
+def test_a_rank_ends_with_the_cause_if_it_is_known(monkeypatch):
+    fault = Fault(rank=0, summary="rank 0 was killed")
+    watchdog = SimpleNamespace(first_fault=lambda seconds: fault, whereabouts="rank 1, during training, step 3")
+    in_wrapper = RuntimeError("a library's")
+    in_wrapper.__cause__ = Terminated()
+    for error in (Terminated(), in_wrapper):
+        named = explain(error, watchdog)
+        assert (type(named), named.fault) == (RunFailedError, fault)
+    own, of_peer, of_fault = DataError("bad"), PeerFailedError("bad", exit_code=2), RunFailedError("bad", fault=fault)
+    for error, notes in ((own, [watchdog.whereabouts]), (of_peer, []), (of_fault, [])):
+        assert explain(error, watchdog) is error
+        assert getattr(error, "__notes__", []) == notes
+    stopped = RunFailedError("rank 0 failed", fault=Fault(rank=0, summary="rank 0 failed", error="KeyboardInterrupt"))
+    assert explain(stopped, watchdog) is stopped
+    monkeypatch.setattr(liveness_module, "received_stop_signal", lambda: signal.SIGINT)
+    assert isinstance(explain(stopped, watchdog), KeyboardInterrupt), "Ctrl-C was for this rank too"
+
+
+def test_a_loader_without_open_files_has_lost_no_worker():
+    def _try_get_data(text):  # as torch names it
+        raise RuntimeError(text)
+
+    for text, is_lost in (("DataLoader worker exited", True), ("Too many open files", False)):
+        with pytest.raises(RuntimeError) as caught:
+            _try_get_data(text)
+        assert ("a data worker was killed" in str(explain(caught.value, None))) == is_lost
+
+
+def test_a_signal_ends_the_set_up_of_one_process_and_is_noted_by_one_of_several_ranks():
+    one, two = (replace(read_environment({}), world_size=world_size) for world_size in (1, 2))
+    with pytest.raises(Terminated), _signals_of_run(one, trains=True):
+        signal.raise_signal(signal.SIGTERM)
+    with _signals_of_run(two, trains=True):
+        signal.raise_signal(signal.SIGTERM)
+        assert received_stop_signal() == signal.SIGTERM
+
+
+def test_a_run_that_is_stopped_in_its_set_up_says_so():
+    with pytest.raises(PreemptedError, match="stopped during set-up as asked by SIGTERM"), launch(config()):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_accelerate_may_ask_for_the_cpu(monkeypatch):
+    automatic = config(training={"device": "auto"})
+    assert wished_device(automatic) is None
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert wished_device(automatic) == "cpu"
+
+
+def test_an_output_device_is_one_of_the_gpus_that_a_rank_sees(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    there = SimpleNamespace(device=torch.device("cuda", 0), placement=SimpleNamespace(uses_reducer=True), rank=3)
+    _record_output_device(config(parallel={"output_device": 1}), there)
+    with pytest.raises(LaunchError, match=r"output_device is 2 .* but rank 3 sees 2 GPUs, counted from 0"):
+        _record_output_device(config(parallel={"output_device": 2}), there)

@@ -320,7 +320,7 @@ def test_without_memory_graphs_are_given_up_and_no_gradient_is_lost(
 
 def test_steps_with_graphed_and_other_micro_batches_are_those_of_a_run_without_graphs() -> None:
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
-    rows = [*ROWS_OF_STEP, WITHOUT_ROOM]
+    rows = [WITHOUT_ROOM, *ROWS_OF_STEP, WITHOUT_ROOM]  # gradients of ordinary passes come before and after
 
     def train(to_bucket: bool) -> list[tuple[float, float]]:
         model, results = adapted(std=0.02), []  # steps of a calm model do not magnify rounding
@@ -329,7 +329,7 @@ def test_steps_with_graphed_and_other_micro_batches_are_those_of_a_run_without_g
             graphs = passes_of(model) if to_bucket else None
             batches = list(enumerate(pack(each, to_bucket=to_bucket) for each in rows))
             if to_bucket:
-                assert [sizes_of(batch, None) is None for _, batch in batches] == [False] * 5 + [True]
+                assert [sizes_of(batch, None) is None for _, batch in batches] == [True, *[False] * 5, True]
             for number in range(1, 4):
                 settings = StepSettings(step=number, learning_rate=0.1, max_grad_norm=0.1, seed=0)
                 result = train_step(runtime, model, optimizer, batches, settings, graphs=graphs)
@@ -340,3 +340,17 @@ def test_steps_with_graphed_and_other_micro_batches_are_those_of_a_run_without_g
     assert plain[-1][0] < plain[0][0]
     for mine, theirs in zip(graphed, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_memory_that_runs_out_before_any_graph_is_the_run_s_to_answer() -> None:
+    """It looks for micro-batches that fit."""
+    passes, given_up = passes_of(adapted()), []
+    passes.when_given_up = given_up.append
+
+    def without_room(_place: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    passes.compute = without_room  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        passes(make(rows_from(4)), DIVISOR)
+    assert not given_up

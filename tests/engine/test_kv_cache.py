@@ -218,6 +218,15 @@ def test_a_step_reads_the_same_tensors_each_time_and_leaves_nothing_when_it_is_u
         assert tokens_of(tries=True) == tokens_of(tries=False)
 
 
+def test_graphs_of_rows_that_have_left_are_not_replayed():
+    with torch.no_grad():
+        decoder = SteppedDecoder(build_tiny(CONFIGS["phi3"]).eval(), prompts(), most_tokens=40, choose=most_likely)
+        decoder.begin(None)
+        decoder._graphs[40], decoder._pool = object(), object()
+        decoder.keep(torch.tensor([0, 2]))
+    assert (decoder._graphs, decoder._pool) == ({}, None)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["phi3", "longrope", "qwen3", "gemma3_text", "ministral3"])

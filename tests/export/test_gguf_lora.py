@@ -27,6 +27,7 @@ def export(run, folder):
         ({"trainable_token_indices": {"embed_tokens": [330]}}, r"new tokens \(.*trainable_tokens"),
         ({"modules_to_save": ["embed_tokens"]}, r"trained embeddings \(.*embed_tokens"),
         ({"alpha_pattern": {"o_proj": 2}}, r"alpha_pattern"),
+        ({"rank_pattern": {"o_proj": 2}}, r"rank_pattern"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")

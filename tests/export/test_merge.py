@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
 
 from finetune.errors import ModelError, RunFailedError
-from finetune.export.merge import cast_weights, is_tied, merge_adapter, refuse_far
+from finetune.export.merge import _type_to_store, cast_weights, is_tied, merge_adapter, refuse_far
 from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.vectors import compare_logits
+from finetune.export.vectors import compare_logits, relative_by_position
 from tests.export.finished_runs import TARGETS, add_drawn_adapter, build_base
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
@@ -128,6 +129,15 @@ def test_an_adapter_that_diverged_is_refused():
         model.base_model.model.model.layers[0].mlp.down_proj.lora_B["default"].weight[0, 0] = float("nan")
     with pytest.raises(ModelError, match=r"cannot be merged.*through peft"):
         merge_adapter(model)
+    narrow = add_drawn_adapter(build_base(dtype=torch.float16))
+    with torch.no_grad():
+        narrow.base_model.model.model.layers[0].mlp.down_proj.lora_B["default"].weight[0] = 1e9
+    with pytest.raises(RunFailedError, match=r"down_proj\.weight is not finite as float16 after the merge"):
+        merge_adapter(narrow)
+
+
+def test_the_type_to_store_is_the_base_s_and_not_that_of_a_large_adapter():
+    assert _type_to_store(add_drawn_adapter(build_base(dtype=torch.bfloat16), r=512), None) == torch.bfloat16
 
 
 def test_a_difference_past_the_bound_is_refused_with_figures():
@@ -139,6 +149,13 @@ def test_a_difference_past_the_bound_is_refused_with_figures():
         refuse_far(far, "bfloat16")
     assert far.lost is None
     assert far.same_greedy < 1.0
+    with pytest.raises(RunFailedError, match="does not answer like base and adapter"):
+        refuse_far(compare_logits(logits * math.nan, logits, None), "bfloat16")
+    one_row = logits.clone()
+    one_row[2, one_row[2].topk(2).indices[1]] = one_row[2].min() - 3.0  # now the least likely token
+    found = compare_logits(one_row, logits, None)
+    assert (found.same_greedy, found.num_positions) == (1.0, 6)
+    assert found.most_relative == float(relative_by_position(one_row, logits)[2]) > 0
 
 
 def test_a_shift_of_all_logits_of_a_position_is_no_difference():

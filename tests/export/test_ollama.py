@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -181,6 +182,12 @@ def test_a_line_end_before_the_answer_is_spelled_out():
 def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
     text = modelfile(tiny_tokenizer("none"), "./model.gguf", [1])
     assert 'TEMPLATE """{{ .Prompt }}"""' in text
+
+
+def test_an_end_beyond_ascii_is_written_as_it_is():
+    """As DeepSeek's. A parser of Modelfiles may not know the escapes of JSON."""
+    tokenizer = SimpleNamespace(chat_template=None, convert_ids_to_tokens=lambda _: "<｜end｜>")
+    assert modelfile(tokenizer, "./model.gguf", [1]).endswith('\nPARAMETER stop "<｜end｜>"\n')
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,18 @@ def test_steps_without_a_loss_are_passed_over():
     assert said([math.nan, "NaN", "Infinity", *learning(150, noise=0.05, seed=8)]) == []
 
 
+def test_losses_of_skipped_steps_are_passed_over():
+    warnings = RunWarnings()
+    curve = [*learning(60, noise=0.05, seed=8), *[40.0] * 20]
+    events = [step_event(step, loss, skipped=loss == 40.0) for step, loss in enumerate(curve, 1)]
+    assert [warnings.take(event) for event in events] == [None] * 80
+
+
+def test_a_small_rise_of_a_negative_loss_is_no_explosion():
+    assert said([*[-3.0] * 30, *[-2.9] * 30]) == []
+    assert [kind for _, kind in said([*[-3.0] * 30, *[-1.4] * 30])] == ["exploding"]
+
+
 def interval(share):
     return {"event": "resources", "step": 10, "data_wait_share": share}
 
@@ -134,3 +146,4 @@ def test_rewards_that_rise_while_validations_fall():
     assert kinds(run([0.4, 0.5, 0.6], [0.5, 0.45, 0.4])) == ["overfitted"]
     assert kinds(run([0.4, 0.5, 0.6], [0.5, 0.55, 0.54])) == []
     assert kinds(run([0.6, 0.5, 0.4], [0.5, 0.45, 0.4])) == []
+    assert kinds(run([0.4, 0.41, 0.415], [0.5, 0.45, 0.4])) == kinds(run([0.4, 0.5, 0.6], [0.5, 0.49, 0.485])) == []

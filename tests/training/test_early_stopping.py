@@ -63,6 +63,13 @@ def test_weights_beyond_the_bound_of_forgetting_end_a_run_and_are_never_the_best
     assert (state.best_step, state.best_loss, stops) == (2, 2.0, [None, None, "forgot too much"])
 
 
+def test_the_loss_of_a_source_may_choose_the_best_weights():
+    criteria, state = Criteria(best="loss/mine"), TrainerState()
+    for step, loss in enumerate([math.nan, 3.0, 2.0, 2.5], start=1):
+        state = after_validation(replace(state, step=step), Validated(9.0, {"loss/mine": loss}), criteria)
+    assert (state.best_step, state.best_value) == (3, 2.0)
+
+
 def test_without_patience_nothing_stops():
     assert not any(after([1.0] * 50, patience=None)[1])
 
@@ -86,6 +93,8 @@ def test_a_run_that_patience_ended_says_so_and_how_it_goes_on(caplog):
         "(early_stopping.patience is 2). To train further, resume with early_stopping.patience=3 or more."
     )
     assert caplog.messages == [said["sentence"]]
+    longer = ended("no improvement", *words, state=replace(state, validations_without_improvement=5))
+    assert longer["sentence"].endswith("To train further, resume with early_stopping.patience=6 or more.")
     again = ended("no improvement", *words, state=state, has_trained=False)
     assert again["sentence"].startswith("no step was trained: training had ended after step 3 of 12: loss did not")
 

@@ -150,8 +150,19 @@ def test_why_a_run_captures_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> N
                 ("is_packed", False, "all layers"),
             ):
                 assert name in (why_not_captured(setup(runtime, **{key: value})) or "")
-            noisy = add_lora(build_tiny(tiny_phi_config(resid_pdrop=0.1)), LoraSection(r=2))
-            assert why_not_captured(setup(runtime, noisy)) == "the base has dropout of its own"
+            for name in ("resid_pdrop", "embd_pdrop"):
+                noisy = add_lora(build_tiny(tiny_phi_config(**{name: 0.1})), LoraSection(r=2))
+                assert why_not_captured(setup(runtime, noisy)) == "the base has dropout of its own"
+            dora = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2, dora=True))
+            assert why_not_captured(setup(runtime, dora)) == "the engine does not compute all layers"
+            for owner, name, value, reason in (
+                (captures, "has_rounded_weights", lambda _: True, "the base is in 4 bits or in fp8"),
+                (type(runtime.placement), "needs_equal_microbatches", True, "several processes shard the weights or "),
+                (runtime, "precision", "fp32", "the run does not compute in 16 bits"),
+            ):
+                with monkeypatch.context() as patch:
+                    patch.setattr(owner, name, value)
+                    assert (why_not_captured(setup(runtime)) or "").startswith(reason)
             whole = build_tiny(tiny_phi3_config())
             assert why_not_captured(setup(runtime, whole)) == "other weights than LoRA's are trained"
             monkeypatch.setattr(captures, "prepared_by_the_host", lambda *_: None)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from finetune.config.compose import load_config
 from finetune.errors import PreemptedError, RunFailedError
-from finetune.fallbacks import Fallbacks
+from finetune.fallbacks import Fallback, Fallbacks
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation, Scores
 from finetune.runs.checkpoints import Snapshot
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
+from finetune.training.reporting import journal as journal_module
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.trackers import Trackers
 from finetune.training.saver import publish_best
@@ -34,11 +37,12 @@ def result(**changes: object) -> StepResult:
     return StepResult(**{**figures, "num_computed": 90, **changes})  # type: ignore[arg-type]
 
 
-def journal_in(folder: Path) -> Journal:
-    words = ["model.path=x", "data.path=y", f"output_dir={folder}", "training.log_every=1"]
+def journal_in(folder: Path, *words: str) -> Journal:
+    words = ("model.path=x", "data.path=y", f"output_dir={folder}", "training.log_every=1", *words)
+    joules = count(2.5)
     return Journal(
         load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=WORLD,
-        global_batch={"global_batch_size": 8}, fingerprints={}, energy=lambda: {"cpu_joules": 2.5},
+        global_batch={"global_batch_size": 8}, fingerprints={}, energy=lambda: {"cpu_joules": next(joules)},
     )  # fmt: skip
 
 
@@ -128,3 +132,45 @@ def test_run_json_says_how_the_run_ended_before_the_trackers_finish(tmp_path):
     journal._events._trackers._open["wandb"] = Uploading()
     journal.close(PreemptedError("stopped after step 3"))
     assert seen == ["preempted"]
+
+
+def test_the_result_counts_what_the_steps_of_all_starts_did(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path, "training.log_every=2")
+    journal.start_training(TrainerState(num_overflows=2), 3)
+    journal.step(TrainerState(step=1, steps_in_epoch=1, num_overflows=2), result())
+    skipped = TrainerState(step=2, steps_in_epoch=2, num_overflows=5, num_skipped_steps=1)
+    journal.step(skipped, result(step=2, not_finite="the loss is nan"))
+    taken = Fallback(what="a", wanted="b", used="c", why="d")
+    for _ in range(2):
+        journal._fallbacks.take(taken)
+    journal.step(TrainerState(step=3, steps_in_epoch=3, num_overflows=5, num_skipped_steps=1), result(step=3))
+    journal.close(KeyboardInterrupt("now"))
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert (record["status"], record["fallbacks"]) == ("stopped", [vars(taken)])
+    expected = {"num_skipped_steps": 1, "num_overflows": 5, "error": "KeyboardInterrupt: now"}
+    assert record["result"] == {**expected, "shared_tokens": pytest.approx(0.1)}
+    assert [event.get("overflows") for event in events(tmp_path, "step")] == [None, 3, None]
+    told = events(tmp_path, "resources")
+    assert [(event["step"], event["cpu_joules"]) for event in told] == [(2, 3.5), (3, 4.5)], "from step 1 on"
+
+
+def test_a_step_takes_no_longer_because_of_what_came_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(journal_module, "time", clock)
+    journal = journal_in(tmp_path)
+    journal.start_training(TrainerState(), 9)
+    sums = LossSums(nats=22.0, num_targets=20.0, num_examples=2.0, example_means=2.2, squared_example_means=2.5)
+
+    def step(number: int) -> TrainerState:
+        clock.now += 2.0
+        state = TrainerState(step=number, steps_in_epoch=number)
+        journal.step(state, result(step=number))
+        clock.now += 100.0
+        return state
+
+    journal.validation(step(1), sums, metrics={})
+    journal.save(Snapshot(step(2).step, {"state.json": [b"{}"]}), best=None)
+    step(3)
+    journal.close(PreemptedError("stopped after step 3"))
+    assert [event["tokens_per_second"] for event in events(tmp_path, "step")] == [50.0] * 3
+    assert json.loads((tmp_path / "run.json").read_text())["result"]["why"] == "stopped after step 3"
