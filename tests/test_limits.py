@@ -17,10 +17,13 @@ def test_what_replaces_a_file_before_it_is_opened_is_refused(tmp_path, monkeypat
     os.mkfifo(fifo)
     writer = os.open(fifo, os.O_RDWR)  # nothing waits for it
     before = regular.lstat()
-    monkeypatch.setattr(Path, "lstat", lambda path: before)
     for path, reason in ((link, os.strerror(errno.ELOOP)), (fifo, "it is a FIFO")):
-        with pytest.raises(OSError, match=reason):
-            open_regular(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "lstat", lambda path: before)
+            with pytest.raises(OSError, match=reason):
+                open_regular(path)
+    with pytest.raises(OSError, match="it is a symbolic link, and only regular files are read"):
+        open_regular(link)
     os.close(writer)
     with open_regular(regular) as file:
         assert file.read() == b"text"

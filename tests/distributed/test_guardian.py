@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+from io import BytesIO
 from types import SimpleNamespace
 
 import psutil
@@ -13,7 +14,7 @@ import pytest
 
 from finetune.distributed import watchdog
 from finetune.distributed.guardian import guardian as guardian_module
-from finetune.distributed.guardian.faults import KILL_SECONDS, QUIT_SECONDS, STOPPED_SECONDS, Position
+from finetune.distributed.guardian.faults import KILL_SECONDS, QUIT_SECONDS, STOPPED_SECONDS, Position, lost_rank
 from finetune.distributed.guardian.guardian import Guardian, Worker
 from finetune.distributed.guardian.link import Link, Peer
 from finetune.distributed.watchdog import Watchdog
@@ -270,3 +271,32 @@ def test_a_rank_counts_as_waiting_after_an_error_in_a_collective(dog):
     with pytest.raises(OSError, match="late"), dog.deadline(5.0, "a tool hangs", "run.json"):
         raise OSError("late")
     assert [message["position"]["limit"] for message in dog.told[-2:]] == [5.0, None]
+
+
+def test_a_forked_child_does_not_say_goodbye_for_its_parent(dog, monkeypatch):
+    waited = []
+    dog._released = SimpleNamespace(wait=waited.append)
+    with monkeypatch.context() as in_child:
+        in_child.setattr(dog, "_pid", 0)
+        dog.close()
+    assert (dog.told, waited) == ([], [])
+    dog.close()
+    assert (dog.told, len(waited)) == ([{"bye": True}], 1), "until the guardian has told the others"
+
+
+@pytest.mark.parametrize(
+    ("lines", "has_left", "faults"),
+    [
+        (b"", False, [lost_rank(1, Position(), "")]),
+        (b"", True, []),
+        (f"{json.dumps({'fault': CAUSE})}\n".encode(), True, [Fault(**CAUSE)]),
+    ],
+)
+def test_a_rank_ends_without_its_guardian_and_with_a_fault_that_it_tells(dog, monkeypatch, lines, has_left, faults):
+    ended = []
+    monkeypatch.setattr(dog, "_end_with", ended.append)
+    dog._guardian = SimpleNamespace(stdin=BytesIO(), stdout=BytesIO(lines), wait=lambda: None)
+    if has_left:
+        dog._closed.set()
+    dog._listen()
+    assert ended == faults

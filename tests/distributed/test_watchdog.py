@@ -581,6 +581,15 @@ def test_an_error_at_second_hand_is_taken_if_no_other_comes_soon(guardians):
         assert there.heard() == [[{"fault": Fault(**expected)}]] * 3
 
 
+def test_a_step_that_takes_longer_than_its_limit_is_a_fault(guardians):
+    there = guardians(2)
+    there.connect_all()
+    there.peers[1].send({"position": vars(Position("training", 12, timed=True, age=31.0))})
+    assert there.fault_at(1.0) is None, "there is no limit"
+    there.hub._step_timeout = 30.0
+    assert there.fault_at(1.0).rank == 1
+
+
 def test_a_rank_that_said_goodbye_is_not_missed(guardians):
     there = guardians(3)
     there.connect_all()

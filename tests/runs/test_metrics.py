@@ -156,16 +156,19 @@ def test_the_record_names_the_commit_and_whether_it_was_changed(tmp_path, monkey
 
 
 def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):
+    counts = dict.fromkeys(("num_with_system", "num_with_tools", "num_rows"), 4)
     measured = {"memory": {"peak_bytes": 5}, "profile": {"step": 3}, "base_answers": {"rows": 2}}
+    measured["opening"] = {"system": "Be brief.", "tools": "", **counts}
     first = RunRecord(tmp_path / "run.json")
-    first.start(RunStart(**START))
+    first.start(RunStart(**START | {"resume_changes": [{"key": "seed"}]}))
     first.update(**measured, num_steps=9)
     again = RunRecord(tmp_path / "run.json")
-    again.start(RunStart(**START | {"world_size": 1}))
+    again.start(RunStart(**START | {"world_size": 1, "resume_changes": [{"key": "lora.r"}]}))
     record = read_run_record(again.path)
     assert record["world_size"] == 1
     assert record.items() >= (measured | {"num_steps": None}).items(), "what only an earlier start measured"
     assert len(record["starts"]) == 2
+    assert [change["key"] for change in record["resume_changes"]] == ["seed", "lora.r"]
     assert record["finished"] is None
 
 

@@ -47,6 +47,11 @@ def test_a_slow_but_certain_fall_is_not_flat():
     assert said([3 - 0.002 * step + rng.gauss(0, 0.05) for step in range(600)]) == []
 
 
+def test_a_loss_that_fell_in_its_first_steps_is_not_flat():
+    assert said([*[3.0] * 5, *[2.9] * 600]) == []
+    assert said([*[2.0] * 5, *[2.6] * 45, *[2.0] * 600]) == [], "the first steps were low by chance"
+
+
 def test_a_rate_of_zero_is_named():
     warnings = RunWarnings()
     events = (step_event(step, 2.0, learning_rate=0.0) for step in range(1, 151))
@@ -65,6 +70,7 @@ def test_a_loss_that_grows_again_is_exploding(noise):
 
 def test_a_run_that_explodes_from_its_first_steps_is_said():
     assert said([2.0, 2.1, 2.6, 4.0, 6.5, 8.0, 8.9, 9.5, *[10.0] * 40])[0][1] == "exploding"
+    assert said([*[1.0] * 5, *[1.6] * 30])[0][1] == "exploding"
 
 
 def test_one_bad_step_is_not():

@@ -55,6 +55,20 @@ def test_a_run_that_ended_says_how(tmp_path, status):
     assert (run.state, run.why) == (status, "as asked")
 
 
+@pytest.mark.parametrize(("status", "state"), [("stopped", "ended early"), ("completed", "completed")])
+def test_a_trial_that_its_sweep_ended_may_have_been_continued(tmp_path, status, state):
+    write_run(tmp_path / "a", status=status)
+    (tmp_path / "a.ended.json").write_text(json.dumps({"state": "ended early"}))
+    assert states(tmp_path) == {"a": state}
+
+
+def test_a_configuration_that_was_cut_short_is_not_read(tmp_path):
+    folder = write_run(tmp_path / "a")
+    folder.config_file.write_text(folder.config_file.read_text().rstrip("\n"))
+    (run,) = find_runs(tmp_path)
+    assert run.why_no_config == "config.yaml is empty or cut short"
+
+
 def test_a_run_is_running_while_a_living_process_holds_its_lock(tmp_path):
     folder = write_run(tmp_path / "a", status="running")
     with file_lock(folder.lock_file, waiting_for="the test"):

@@ -78,7 +78,7 @@ def test_a_counter_that_cannot_be_read_tells_nothing(powercap: Path) -> None:
 
 
 def test_a_run_on_several_nodes_has_no_energy() -> None:
-    assert energy_reader("cuda", world_size=4, num_here=2)() == {}
+    assert energy_reader("cuda", world_size=4, num_here=2) is dict
 
 
 def test_gpus_are_counted_as_nvml_tells(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.reporting import journal as journal_module
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.trackers import Trackers
-from finetune.training.saver import publish_best
+from finetune.training.saver import Saved, publish_best
 from finetune.training.step import StepResult
 from tests.tiny_training import events
 
@@ -57,7 +57,7 @@ def write_all(folder: Path) -> list[dict[str, object]]:
     journal.validation(TrainerState(step=2, epoch=1), sums, metrics={"reward_margin": 0.5})
     journal.save(Snapshot(2, {"state.json": [b"{}"]}), best=None)
     scores = {"base": Scores(loss=2.0), "tuned": Scores(loss=0.2, metrics={"exact_match": 0.93})}
-    journal.test(Evaluation(num_rows=3, scores=scores))
+    journal.test(Evaluation(num_rows=3, num_left_out=1, scores=scores))
     journal.close(None)
     return events(folder)
 
@@ -85,6 +85,8 @@ def test_events_have_the_keys_of_the_docs_in_their_order(tmp_path: Path) -> None
     assert (checkpoint["step"], checkpoint["path"], checkpoint["num_bytes"]) == (2, "checkpoints/step-000002", 0)
     assert base == {"event": "test", "model": "base", "exact_match": None, "json_valid": None, "loss": 2.0}
     assert tuned == {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": None, "loss": 0.2}
+    result = json.loads((tmp_path / "run/run.json").read_text())["result"]
+    assert (result["test_rows"], result["test_rows_left_out"]) == (3, 1)
 
 
 def test_a_run_that_its_script_did_not_train_is_not_called_completed(
@@ -134,7 +136,7 @@ def test_run_json_says_how_the_run_ended_before_the_trackers_finish(tmp_path):
     assert seen == ["preempted"]
 
 
-def test_the_result_counts_what_the_steps_of_all_starts_did(tmp_path: Path) -> None:
+def test_the_result_counts_what_the_steps_of_all_starts_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = journal_in(tmp_path, "training.log_every=2")
     journal.start_training(TrainerState(num_overflows=2), 3)
     journal.step(TrainerState(step=1, steps_in_epoch=1, num_overflows=2), result())
@@ -144,10 +146,15 @@ def test_the_result_counts_what_the_steps_of_all_starts_did(tmp_path: Path) -> N
     for _ in range(2):
         journal._fallbacks.take(taken)
     journal.step(TrainerState(step=3, steps_in_epoch=3, num_overflows=5, num_skipped_steps=1), result(step=3))
+    step_2 = tmp_path / "checkpoints/step-000002"
+    journal._note_saved([Saved(step=2, path=step_2, num_bytes=3, blocked_seconds=0.5, write_seconds=4.0)] * 2)
     journal.close(KeyboardInterrupt("now"))
     record = json.loads((tmp_path / "run.json").read_text())
     assert (record["status"], record["fallbacks"]) == ("stopped", [vars(taken)])
-    expected = {"num_skipped_steps": 1, "num_overflows": 5, "error": "KeyboardInterrupt: now"}
+    said = [line.levelname for line in caplog.records if line.getMessage() == str(taken)]
+    assert said == ["WARNING"]
+    saving = {"checkpoints": 2, "blocked_seconds": 1.0, "write_seconds": 8.0}
+    expected = {"num_skipped_steps": 1, "num_overflows": 5, "saving": saving, "error": "KeyboardInterrupt: now"}
     assert record["result"] == {**expected, "shared_tokens": pytest.approx(0.1)}
     assert [event.get("overflows") for event in events(tmp_path, "step")] == [None, 3, None]
     told = events(tmp_path, "resources")
@@ -174,3 +181,20 @@ def test_a_step_takes_no_longer_because_of_what_came_between(tmp_path: Path, mon
     journal.close(PreemptedError("stopped after step 3"))
     assert [event["tokens_per_second"] for event in events(tmp_path, "step")] == [50.0] * 3
     assert json.loads((tmp_path / "run.json").read_text())["result"]["why"] == "stopped after step 3"
+
+
+def test_an_allowed_change_holds_for_one_start(tmp_path: Path) -> None:
+    journal_in(tmp_path, "resume.allow=optim").close(None)
+    assert load_config([f"run={tmp_path}/config.yaml"]).resume_allow == []
+    assert json.loads((tmp_path / "run.json").read_text())["started_with"]["config"]["resume_allow"] == []
+
+
+def test_what_an_earlier_start_has_warned_of_is_not_said_again(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    earlier = {"event": "warning", "step": 1, "kind": "data", "text": "slow"}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(earlier) + "\n")
+    journal.start_training(TrainerState(step=1, steps_in_epoch=1), 9)
+    for step in (2, 3, 4):
+        journal.step(TrainerState(step=step, steps_in_epoch=step), result(step=step), data_wait_seconds=99.0)
+    journal.close(PreemptedError("stopped after step 4"))
+    assert events(tmp_path, "warning") == [earlier]
