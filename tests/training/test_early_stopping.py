@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.config.compose import compose
+from finetune.errors import ConfigError
 from finetune.runs.metrics import FORGOTTEN
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.early_end import describe_unused_patience, record_early_end
 from finetune.training.loop import early_stop
 from finetune.training.resume import without_other_criteria
-from finetune.training.validation import Criteria, Validated, after_validation
+from finetune.training.validation import Criteria, Validated, after_validation, refuse_early_stopping
 
 
 def after(losses, *, min_delta=0.0, patience=2):
@@ -68,6 +69,16 @@ def test_the_loss_of_a_source_may_choose_the_best_weights():
     for step, loss in enumerate([math.nan, 3.0, 2.0, 2.5], start=1):
         state = after_validation(replace(state, step=step), Validated(9.0, {"loss/mine": loss}), criteria)
     assert (state.best_step, state.best_value) == (3, 2.0)
+
+
+@pytest.mark.parametrize("key", ["early_stopping.patience", "early_stopping.max_forgotten"])
+def test_only_a_run_with_validations_can_stop_early(key):
+    without, rows = SimpleNamespace(validation=None), SimpleNamespace(validation=object())
+    config = compose([f"{key}=2"], complete=False)
+    refuse_early_stopping(config, rows)
+    refuse_early_stopping(compose([], complete=False), without)
+    with pytest.raises(ConfigError, match=rf"{key} is 2.* no validation split that could stop it"):
+        refuse_early_stopping(config, without)
 
 
 def test_without_patience_nothing_stops():

@@ -270,6 +270,12 @@ def test_a_callback_ends_training_after_its_step_and_the_state_says_so():
     assert resumed.did == []
 
 
+def test_a_callback_that_stops_the_last_step_stops_nothing():
+    """Otherwise the run could not be given more steps."""
+    _, end = run(cadence(), asks_at={7: "stop"})
+    assert (end.step, end.is_stopped) == (7, False)
+
+
 def test_a_callback_saves_after_its_step():
     recorder, _ = run(cadence(), asks_at={2: "save"})
     assert recorder.steps_of("save")[:1] == [2]
