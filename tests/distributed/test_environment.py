@@ -16,6 +16,7 @@ from finetune.distributed.environment import (
     has_agent_store,
     is_batch_script_body,
     is_first_process,
+    is_started_by_accelerate_alone,
     read_environment,
     speaks_for_a_node,
     with_place,
@@ -24,6 +25,7 @@ from finetune.distributed.launch import refuse_another_launch
 from finetune.errors import LaunchError
 from tests.distributed.launcher_variables import (
     ACCELERATE,
+    ACCELERATE_DEFAULTS,
     BATCH_BODY,
     HYDRA,
     MPIRUN_STEP,
@@ -297,6 +299,12 @@ def test_only_rank_0_is_the_first_process():
     assert is_first_process({**TORCHRUN, "RANK": "0"})
     assert is_first_process({})
     assert is_first_process({**TORCHRUN, "RANK": "x"}), "whoever cannot know it speaks"
+
+
+def test_accelerate_starts_one_process_or_says_which_this_is():
+    assert is_started_by_accelerate_alone(ACCELERATE_DEFAULTS)
+    assert not is_started_by_accelerate_alone(ACCELERATE)
+    assert not is_started_by_accelerate_alone({})
 
 
 def test_a_launcher_may_say_that_it_keeps_no_store():
