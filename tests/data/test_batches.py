@@ -9,6 +9,7 @@ from finetune.config.schema import TestingSection as LoaderSection  # a name tha
 from finetune.config.schema import TrainingSection
 from finetune.data.batches import BatchRule, EvaluationLoader, TrainLoader, derived_seed, pad
 from finetune.data.encoded import EncodedExample, EncodedExamples
+from finetune.engine.padded import PaddedMicrobatch
 from tests.tiny_models import tiny_examples
 
 
@@ -228,3 +229,10 @@ def test_the_row_before_each_is_of_its_global_batch_or_of_the_step_before():
     microbatches = itertools.chain(*rule.steps_of_rank(0, 0, 0, 1))
     before = dict(itertools.chain(*(zip(part.rows, part.before, strict=True) for part in microbatches)))
     assert before == {a: c, b: a, c: b, d: f, e: d, f: e, alone: f}
+
+
+def test_a_padded_micro_batch_counts_tokens_without_padding_and_targets_that_are_predicted():
+    is_target = torch.tensor([[True, True, False], [False, True, True]])
+    batch = PaddedMicrobatch(input_ids=torch.ones(2, 3).long(), is_target=is_target, num_tokens=5, num_targets=3)
+    assert (batch.num_rows, batch.num_computed) == (2, 5)
+    assert batch.target_row.tolist() == [0, 1, 1], "nothing predicts a first token"

@@ -19,7 +19,7 @@ from finetune.engine.kv_cache import CachedDecoder, _Cache
 from finetune.engine.layout import pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
 from finetune.engine.products import FP8, unchanged_weights
-from finetune.engine.replayed import STEPS_OF_BLOCK, SteppedDecoder
+from finetune.engine.replayed import STEPS_OF_BLOCK, SteppedDecoder, has_rounded_weights
 from finetune.inference.answer_graphs import agree_on_replays
 from finetune.inference.decoding import Decoding, generate_answers, sample_answers, stream_answer
 from finetune.inference.replayed_answers import most_likely, why_not_replayed
@@ -280,6 +280,16 @@ def test_graphs_are_off_unless_asked_for_and_without_cuda_that_is_a_fallback(wis
     assert [(fallback["what"], fallback["used"]) for fallback in taken] == [
         ("training.graphs", "the engine without graphs")
     ] * (wish is True)
+
+
+def test_weights_in_4_bits_or_fp8_are_rounded(monkeypatch):
+    layer = torch.nn.Linear(2, 2).requires_grad_(False)
+    assert not has_rounded_weights(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(replayed, "is_in_4_bits", lambda weight: weight is layer.bias)
+        assert has_rounded_weights(layer)
+    layer.weight.data = layer.weight.data.to(FP8)
+    assert has_rounded_weights(layer)
 
 
 def test_models_that_are_not_replayed():
