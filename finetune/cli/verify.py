@@ -110,7 +110,7 @@ def verify(
         _refuse_other_file(out)
 
     with importing():
-        from finetune.export.certificate import path_of_certificate, write_certificate
+        from finetune.export.certificate import keeps_certificate, path_of_certificate, write_certificate
         from finetune.export.verifying import refuse_differences, verify_folder, verify_run
         from finetune.export.vllm_served import InVllm
         from finetune.inference.vllm_server import VllmServer
@@ -142,12 +142,13 @@ def verify(
     file = out or path_of_certificate(verified.folder, in_vllm=vllm is not None)
     if not as_json:
         show_verified(verified)
-    content = write_certificate(file, verified)
+    is_kept = out is None and keeps_certificate(file, verified)
+    content = verified.as_record() if is_kept else write_certificate(file, verified)
     if as_json:
         print_json(content)
-    else:
+    elif not is_kept:
         say(f"Written: {shown_folder(file)}")
-    refuse_differences(verified, file)
+    refuse_differences(verified, file, is_kept=is_kept)
 
 
 def _refuse_other_file(out: Path) -> None:

@@ -17,7 +17,7 @@ from finetune.errors import CheckpointError
 from finetune.export.served_comparison import ServedComparison, rows_of_checks
 from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE, Vectors
 from finetune.limits import read_regular
-from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
+from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, find_damage, replace_file
 from finetune.runs.metrics import as_json
 from finetune.runs.state import STATE_FILE
 
@@ -44,6 +44,9 @@ class Verified:
     replay: Replay | None = None
     merge_effect: MergeEffect | None = None
     """What merging changes, for a run on a base in 4 bits."""
+    has_other_vectors: bool = False
+    """Whether the test vectors are of other weights than these, because they belong to another run or the weights were
+    replaced."""
 
     @property
     def mismatches(self) -> list[str]:
@@ -90,6 +93,23 @@ def write_certificate(file: Path, verified: Verified) -> dict[str, Any]:
     with disk_failures_end_the_run("Writing", file, then="run the command again"):
         replace_file(file, (json.dumps(content, indent=2) + "\n").encode())
     return content
+
+
+def keeps_certificate(file: Path, verified: Verified) -> bool:
+    """Return whether an earlier certificate must stay, because only test vectors of other weights differ.
+
+    The earlier one says `same`, and no file of the model has changed since.
+    """
+    is_refuted = verified.replay is not None and verified.replay.mismatches
+    if is_refuted or not (verified.has_other_vectors and verified.comparison.mismatches):
+        return False
+    try:
+        content = json.loads(read_regular(file))
+        is_sound = content["verdict"] == "same" and content["manifest_sha256"] == _digest_manifest(verified.folder)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
+    damage = [line for line in find_damage(verified.folder) if not line.startswith("README.md:")]  # you may edit it
+    return is_sound and not damage
 
 
 def read_certificates(folder: Path) -> str | None:

@@ -83,8 +83,16 @@ def verify_folder(
         notes.append("the test vectors are of the compressed model; its README.md compares it with the run")
     if not (folder / MANIFEST).is_file():
         notes.append(f"the folder has no {MANIFEST}, so the certificate does not say of which files it is")
+    is_other = vectors is not None and _trained(folder) not in (None, known.trained)
     source = str(vectors or "its test vectors")
-    return Verified(folder=folder, source=source, vectors=known, comparison=comparison, notes=tuple(notes))
+    return Verified(
+        folder=folder,
+        source=source,
+        vectors=known,
+        comparison=comparison,
+        notes=tuple(notes),
+        has_other_vectors=is_other,
+    )
 
 
 def verify_run(
@@ -138,7 +146,13 @@ def verify_run(
     effect = measure_merge(run) if run.config.is_quantized and vllm is None else None
     notes += [] if effect is None else effect.sentences()
     return Verified(
-        folder=run.weights, source=source, vectors=known, comparison=comparison, notes=tuple(notes), merge_effect=effect
+        folder=run.weights,
+        source=source,
+        vectors=known,
+        comparison=comparison,
+        notes=tuple(notes),
+        merge_effect=effect,
+        has_other_vectors=vectors is not None and bool(comparison.checks["tensors"].mismatches),
     )
 
 
@@ -214,12 +228,18 @@ def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequen
     return torch.cat(rows)
 
 
-def refuse_differences(verified: Verified, file: Path) -> None:
-    """Refuse a model that is not the one that was trained.
+def refuse_differences(verified: Verified, file: Path, *, is_kept: bool = False) -> None:
+    """Refuse a model that is not the one that was trained. With `is_kept`, `file` is an earlier certificate.
 
     Raises:
         RunFailedError: names the first differences, and the certificate that lists all of them.
     """
+    if is_kept:
+        raise RunFailedError(
+            f"{verified.source} has test vectors of other weights than {verified.folder}: "
+            f"{summarize_mismatches(verified.mismatches)}. They belong to another run, or these weights were replaced. "
+            f"{file} was kept, which says that these weights are those of the run. --out FILE writes this comparison."
+        )
     if verified.mismatches:
         raise RunFailedError(
             f"{verified.folder} is not what was trained: {summarize_mismatches(verified.mismatches)}. {file} lists all "
@@ -262,6 +282,14 @@ def _compare(
             raise RunFailedError("; ".join([str(error), *_mismatches(checks)[:_MOST_SHOWN]])) from error
         comparison = compare(served, known, bound=bound)
     return replace(comparison, checks={**checks, **comparison.checks})
+
+
+def _trained(folder: Path) -> Mapping[str, str] | None:
+    """Return the digests of the run's weights that a model folder was made from; None if it has no test vectors."""
+    try:
+        return read_vectors(folder).trained
+    except CheckpointError:
+        return None
 
 
 def _mismatches(checks: Mapping[str, Check]) -> list[str]:

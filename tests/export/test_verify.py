@@ -129,6 +129,12 @@ def test_a_run_equals_itself_in_peft_by_its_own_engine_and_by_the_vectors_of_its
     assert found == certificate(run / "adapter")
     done = run_finetune("verify", run, "--vectors", made.merged, code=0)
     assert certificate(run / "adapter")["vectors_sha256"] is not None
+    sound, other = certificate(run / "adapter"), shutil.copytree(made.merged, run / "other")
+    trained = json.loads((other / "test_vectors.json").read_text())["trained"]
+    edit_json(other / "test_vectors.json", trained=dict.fromkeys(trained, "another"))
+    done = run_finetune("verify", run, "--vectors", other, code=3)
+    assert "has test vectors of other weights than" in done.errors
+    assert certificate(run / "adapter") == sound
 
 
 @pytest.mark.process
@@ -215,6 +221,25 @@ def test_vectors_from_elsewhere_find_a_forger_who_rewrote_those_of_the_folder(ma
     assert run_finetune("verify", merged).returncode == 0, "nothing in the folder says otherwise"
     done = run_finetune("verify", merged, "--vectors", made.merged, code=3)
     assert f"tensor {WEIGHT}" in done.errors
+    assert certificate(merged)["verdict"] == "differs"
+
+
+@pytest.mark.process
+def test_vectors_of_another_run_do_not_replace_a_sound_certificate(made, merged, tmp_path):
+    other = shutil.copytree(made.merged, tmp_path / "other")
+    trained = json.loads((other / "test_vectors.json").read_text())["trained"]
+    edit_json(other / "test_vectors.json", trained=dict.fromkeys(trained, "another"), stop_ids=[2])
+    run_finetune("verify", merged, code=0)
+    sound = certificate(merged)
+    done = run_finetune("verify", merged, "--vectors", other, code=3)
+    assert "has test vectors of other weights than" in done.errors
+    assert "certificate.json was kept" in done.errors
+    assert certificate(merged) == sound
+    run_finetune("verify", merged, "--vectors", other, "--out", tmp_path / "c.json", code=3)
+    assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "differs"
+    (merged / "certificate.json").unlink()
+    run_finetune("verify", merged, "--vectors", other, code=3)
+    assert certificate(merged)["verdict"] == "differs", "none was there"
 
 
 @pytest.mark.process
