@@ -76,13 +76,13 @@ class OnResume:
     Attributes:
         matters: when the change affects what later steps compute, beyond rounding, and is refused unless
             `resume.allow` names the key: never, always, or only if an adapter is trained, if tokens are dropped or
-            noise is added at random, if the rows themselves change, or if the learning rate depends on the number of
-            steps or epochs.
+            noise is added at random, if the rows themselves change, if the learning rate depends on the number of
+            steps or epochs, or if validations generate answers.
         decides: what the key decides, for messages. Empty if it never matters.
         fits: whether a checkpoint can still be loaded after the change.
     """
 
-    matters: Literal["never", "always", "adapter", "noise", "rows", "steps", "epochs"]
+    matters: Literal["never", "always", "adapter", "noise", "rows", "steps", "epochs", "answers"]
     decides: str = ""
     fits: bool = True
 
@@ -99,7 +99,7 @@ AdapterShape = Annotated[T, OnResume("adapter", "the weights of the adapter", fi
 UpdateKey = Annotated[T, OnResume("always", "the updates of the weights")]
 RateKey = Annotated[T, OnResume("always", "the learning rate of every step")]
 MeasureKey = Annotated[T, OnResume("always", "the measure by which weights are the best")]
-SampleKey = Annotated[T, OnResume("always", "the answers to validate on: metrics before and after are not comparable")]
+SampleKey = Annotated[T, OnResume("answers", "the answers to validate on: metrics before and after are not comparable")]
 SubsetKey = Annotated[T, OnResume("always", "the rows of each loss/NAME: losses before and after are not comparable")]
 # Dropout masks and noise belong to the micro-batches; without them, the cut changes only the rounding.
 CutKey = Annotated[T, OnResume("noise", "the cut of a global batch, and with it the dropout masks or the noise")]

@@ -5,6 +5,7 @@ A replay starts at the start of the run or at a checkpoint that was kept.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,10 @@ LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """The largest `loss_difference` of equal losses: promise 1, and for 16 bits the spacing of the type's numbers at 1."""
 _NOT_IN_CONFIG = {"loss", "optimizer", "adapter"}
 """Parts of a run that a script may give and that decide what a step computes."""
+_ON_RECORD = ("reward.functions", "rollout.tools", "rollout.environment")
+"""Keys that name functions whose results a run records, so that a replay does not call them."""
+_NOT_IN_STEPS = ("validation.", "early_stopping.", "checkpoint.best_metric")
+"""How the keys begin that no replayed step reads."""
 StepPlan = Mapping[int, Sequence[int]]
 """Steps in ascending order, by the step after which to start; 0 is the start of the run."""
 
@@ -96,14 +101,15 @@ class OpenReplay:
     trainer: Trainer
     loader: TrainLoader
 
-    def choose_steps(self, recorded: Iterable[int], num_steps: int) -> StepPlan:
+    def choose_steps(self, recorded: Iterable[int], num_steps: int, *, first_start: int = 0) -> StepPlan:
         """Choose at most `num_steps` recorded steps: the first after each start, then the second after each, and so on.
 
-        A start is the start of the run or a kept checkpoint.
+        A start is the start of the run or a kept checkpoint. Those before step `first_start` are passed over.
         """
-        starts = sorted([0, *(int(path.name.removeprefix("step-")) for path in whole_checkpoints(self.run.folder))])
+        kept = (int(path.name.removeprefix("step-")) for path in whole_checkpoints(self.run.folder))
+        starts = [start for start in sorted([0, *kept]) if start >= first_start]
         after_start: dict[int, list[int]] = {start: [] for start in starts}
-        for step in sorted(recorded):
+        for step in sorted(step for step in recorded if starts and step > starts[0]):
             after_start[starts[bisect_left(starts, step) - 1]].append(step)
         in_turn = [step for steps in zip_longest(*after_start.values()) for step in steps if step is not None]
         chosen = set(in_turn[:num_steps])
@@ -154,24 +160,32 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
     The overrides, as `key=value`, change the configuration.
 
     Raises:
-        CheckpointError: no step was recorded, or the run has other rows or another device.
+        CheckpointError: no step can be computed again, or the run has other rows or another device.
         ConfigError: this machine cannot compute what the run did.
     """
     run = RecordedRun(path)
-    config = replay_config(run, overrides)
+    config = replay_config(run, overrides, is_partial=True)
     losses = dict(finite(run.points("step", "loss")))
     if not losses:
         raise CheckpointError(f"{path} has no recorded step to replay. Name the folder of a run that has trained.")
+    change = _last_change(run)
     with open_replay(run, config, run.folder.base) as replay:
         _refuse_other_rows(run, replay.trainer)
-        plan = replay.choose_steps(losses, num_steps)
+        plan = replay.choose_steps(losses, num_steps, first_start=change.step or 0)
+        if not plan:
+            raise CheckpointError(
+                f"{path} cannot be replayed: it {change}, so that its configuration describes only later steps. No "
+                "checkpoint is kept from which one of them could be computed. Train with a higher "
+                "checkpoint.save_total_limit to keep one."
+            )
         results = dict(replay.compute(plan))
         runtime = replay.trainer.runtime
         device, precision = runtime.device.type, runtime.precision
     chosen = list(chain(*plan.values()))
-    notes = []
+    notes = [f"it {change}: only later steps can be computed again, from a kept checkpoint on"] if change.keys else []
     if len(chosen) < num_steps:
-        notes.append(f"{counted(num_steps, 'step')} asked for, but only {len(chosen)} are recorded")
+        which = "can be computed" if change.keys else "are recorded"
+        notes.append(f"{counted(num_steps, 'step')} asked for, but only {len(chosen)} {which}")
     recorded_device = run.record.get("device")
     if recorded_device != device:
         other = recorded_device or "a device that run.json does not name"
@@ -210,13 +224,13 @@ def open_replay(run: RecordedRun, config: Config, base: Path | None) -> Iterator
             trainer.journal.abandon()
 
 
-def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
+def replay_config(run: RecordedRun, overrides: Sequence[str] = (), *, is_partial: bool = False) -> Config:
     """Return the run's configuration for one process, with the values that the run chose when it started.
 
-    The overrides, as `key=value`, change it.
+    The overrides, as `key=value`, change it. It describes all steps; with `is_partial`, those after the last change.
 
     Raises:
-        CheckpointError: the folder is not a run, the run was resumed with another configuration, or see
+        CheckpointError: the folder is not a run, the configuration does not describe these steps, or see
             `read_run_record`.
         ConfigError: the overrides are wrong.
     """
@@ -226,11 +240,13 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         raise CheckpointError(
             f"{path} is not the folder of a run: it has no config.yaml. Name one, like runs/quickstart."
         )
-    if changes := run.entries("resume_changes"):
-        keys = sorted({str(change.get("key")) for change in changes})
+    change = _last_change(run)
+    if change.keys and (change.step is None or not is_partial):
+        then = ", and run.json does not say after which step"
+        if change.step is not None:
+            then = f". finetune verify {shlex.quote(str(path))} --replay N computes later steps"
         raise CheckpointError(
-            f"{path} cannot be replayed: it was resumed with other values of {', '.join(keys)}, so that no one "
-            "configuration describes all of its steps."
+            f"{path} cannot be replayed: it {change}, so that no one configuration describes all of its steps{then}."
         )
     read_run_record(run.folder.record_file)  # refuses values of other types
     if script_parts := _NOT_IN_CONFIG & run.part("script").keys():
@@ -261,6 +277,32 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     values = {key: (value, "run.json") for key, value in chosen.items() if config.origin(key) != COMMAND_LINE}
     config = config.with_values(values)
     return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})
+
+
+class _LastChange(NamedTuple):
+    """The last start with other values of keys that a replayed step reads."""
+
+    keys: list[str]
+    """All keys that were changed since the first start. Empty if none was."""
+    step: int | None
+    """The run resumed after this step or an earlier one. None if an earlier version recorded the change."""
+
+    def __str__(self) -> str:
+        after = "" if self.step is None else f" after step {self.step}"
+        return f"was resumed{after} with other values of {', '.join(self.keys)}"
+
+
+def _last_change(run: RecordedRun) -> _LastChange:
+    changes = [change for change in run.entries("resume_changes") if _is_computed(change)]
+    steps = [whole(change.get("step")) for change in changes]
+    return _LastChange(sorted({str(change.get("key")) for change in changes}), steps[-1] if steps else None)
+
+
+def _is_computed(change: Mapping[str, Any]) -> bool:
+    """Return whether a replayed step depends on a change. The code of functions is a name and a digest, not a list."""
+    key, before, now = (str(change.get(name)) for name in ("key", "before", "now"))
+    is_code = key in _ON_RECORD and not before.startswith("[") and not now.startswith("[")
+    return not (is_code or key.startswith(_NOT_IN_STEPS))
 
 
 def _global_batch_size(run: RecordedRun, config: Config) -> int | None:

@@ -107,6 +107,7 @@ def effects_that_count(before: Config, now: Config, *, has_same_rows: bool) -> s
         "noise": any(side.masks_follow_microbatches for side in sides),
         "steps": is_rate_scaled,
         "epochs": is_rate_scaled and not has_max_steps,
+        "answers": any(side.validation.metrics or side.objective.generates_answers for side in sides),
     }
     return {name for name, holds in counts.items() if holds}
 

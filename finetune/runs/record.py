@@ -83,7 +83,7 @@ class RunStart:
     """The result of `resolved_paths`."""
     started_with: Mapping[str, Any] | None = None
     """The values with which `training.resume` compares the next start."""
-    resume_changes: Sequence[Mapping[str, str]] = ()
+    resume_changes: Sequence[Mapping[str, Any]] = ()
     """Changes that `resume.allow` accepted. They are added to those of earlier starts."""
 
 

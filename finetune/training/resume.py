@@ -53,6 +53,7 @@ _CODE_OF_KEYS = {
     "validation.metrics": OnResume("always", "the metrics of validations: those before and after are not comparable"),
 }
 """Functions that a key names, in a file or an installed module."""
+_WHOLE_FILES = "digests of whole files, comments included"
 _CODE_KEYS = {"loss": "training.objective", "optimizer": "optim.optimizer"}
 """The keys by which `resume.allow` accepts other code."""
 _ADAPTED_LAYERS = {f"lora.{name}" for name in ("target_modules", "layers", "init", "new_tokens", "modules_to_save")}
@@ -82,8 +83,10 @@ def accepted_changes(
     former: Mapping[str, str] = MappingProxyType({}),
     refuse_misfit: Callable[[Path], None] = lambda checkpoint: None,
     precision: str | None = None,
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
+
+    Each has the step of the newest checkpoint. No later step has the old value.
 
     `former` are fingerprints of the same code as earlier versions recorded them. `precision` is the one that this start
     computes in, whatever `training.precision` says.
@@ -101,6 +104,8 @@ def accepted_changes(
     differences = _differences(before, config, recorded_paths(folder.path)) if before else []
     rows = _other_rows(run, folder, start, fingerprints)
     counting = effects_that_count(before or config, config, has_same_rows=rows == [])
+    if run.part("script").get("metrics"):
+        counting.add("answers")  # the configuration does not have the metrics of a script
     differences = _with_computed_precision(differences, run.record.get("precision"), precision, config)
     matters = [difference for difference in differences if difference.effect.matters in counting] + (rows or [])
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints, former)
@@ -131,7 +136,8 @@ def accepted_changes(
         _log.info("changed since the start, with no effect on the curve: %s", "; ".join(harmless))
     for difference in matters:
         _log.warning("accepted by resume.allow: %s", difference)
-    return [{"key": difference.key, "before": difference.before, "now": difference.now} for difference in matters]
+    step = int(newest.name.removeprefix("step-")) if newest else 0
+    return [{"step": step, "key": one.key, "before": one.before, "now": one.now} for one in matters]
 
 
 def without_other_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
@@ -272,9 +278,7 @@ def _other_code(run: RecordedRun, now: Mapping[str, str], former: Mapping[str, s
     before = run.part("fingerprints")
     # If only one start names functions, the keys differ. Runs of earlier versions recorded no digests of them.
     changed = [key for key in _CODE_OF_KEYS if before.keys() & now.keys() >= {key} and before[key] != now[key]]
-    return [
-        _Difference(key, str(before[key]), now[key], "the code of its functions", _CODE_OF_KEYS[key]) for key in changed
-    ] + [
+    return [_Difference(key, str(before[key]), now[key], _WHOLE_FILES, _CODE_OF_KEYS[key]) for key in changed] + [
         _Difference(_CODE_KEYS[name], before.get(name, "none"), now.get(name, "none"), f"the script's {name}", effect)
         for name, effect in _CODE.items()
         if before.get(name) not in (now.get(name), former.get(name, now.get(name)))

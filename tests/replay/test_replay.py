@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from finetune.errors import CheckpointError
-from finetune.replay.steps import LOSS_BOUNDS, Replay, ReplayedStep, replay_losses
+from finetune.replay.steps import LOSS_BOUNDS, Replay, ReplayedStep, replay_config, replay_losses
+from finetune.runs.recorded_run import RecordedRun
 from finetune.training.loss_scale import LossScale
 from finetune.training.step import train_step
 from tests.export.finished_runs import words_to_train
@@ -25,9 +26,10 @@ SAVES = ("training.max_steps=9", "training.batch_size=2", "checkpoint.save_every
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine steps, with dropout. Only the checkpoint of step 6 is left, if it was the best."""
+    """Nine steps, with dropout. Only the checkpoint of step 6 is left."""
     place = tmp_path_factory.mktemp("replay")
-    done = run_finetune("train", *words_to_train(place, *SAVES, "lora.dropout=0.1", "validation.validate_every=6"))
+    words = words_to_train(place, *SAVES, "checkpoint.save_total_limit=2", "lora.dropout=0.1")
+    done = run_finetune("train", *words, "validation.validate_every=6")
     assert done.returncode == 0, done.stdout
     shutil.rmtree(place / "run" / "checkpoints" / "step-000009")  # of which no step follows
     return place / "run"
@@ -48,8 +50,7 @@ def test_losses_come_out_again_to_the_last_bit_and_the_run_stays_as_it_is(traine
     before = content(trained)
     replay = replay_losses(trained, 4)
     assert content(trained) == before
-    best = [int(path.name[5:]) for path in (trained / "checkpoints").iterdir()]
-    assert [step.step for step in replay.steps] == ([1, 2, best[0] + 1, best[0] + 2] if best else [1, 2, 3, 4])
+    assert [step.step for step in replay.steps] == [1, 2, 7, 8]
     assert all(step.computed == step.recorded for step in replay.steps), replay
     assert (replay.mismatches, replay.bound) == ([], 1e-6)
     assert "Written to" not in capsys.readouterr().out
@@ -110,16 +111,34 @@ def test_functions_of_ones_own_that_validations_measured_are_not_needed(trained,
 def test_runs_that_no_longer_fit_and_other_folders_are_refused(trained, tmp_path):
     fingerprints = json.loads((trained / "run.json").read_text())["fingerprints"]
     other_rows = {"fingerprints": {**fingerprints, "data.train": "0" * 64}}
-    resumed = {"resume_changes": [{"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}]}
+    rate = {"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}
     for name, change, message in (
         ("rows", other_rows, "its training rows are not those"),
-        ("resumed", resumed, r"resumed with other values of optim\.learning_rate"),
+        ("earlier", {"resume_changes": [rate]}, r"of optim\.learning_rate.*does not say after which step"),
+        ("late", {"resume_changes": [{**rate, "step": 9}]}, r"after step 9 with other values.*No checkpoint is kept"),
     ):
         with pytest.raises(CheckpointError, match=message):
             replay_losses(with_record(trained, tmp_path / name, **change), 1)
     done = run_finetune("verify", with_record(trained, tmp_path / "copy", device="cuda"), "--replay", "1")
     assert done.returncode == 2
     assert "drops tokens by random masks, which cuda draws differently from cpu" in done.errors
+
+
+def test_only_steps_after_the_last_change_that_a_step_reads_are_computed(trained, tmp_path):
+    rate = {"step": 6, "key": "optim.learning_rate", "before": "1", "now": "2"}
+    code = {"step": 8, "key": "reward.functions", "before": "mine.py 1234", "now": "mine.py 5678"}
+    copy = with_record(trained, tmp_path / "code", resume_changes=[code])
+    assert [step.step for step in replay_losses(copy, 2).steps] == [1, 7]
+    copy = with_record(trained, tmp_path / "rate", resume_changes=[rate, code])
+    replay = replay_losses(copy, 9)
+    assert [step.step for step in replay.steps] == [7, 8, 9]
+    assert replay.notes == (
+        "it was resumed after step 6 with other values of optim.learning_rate: only later steps can be computed again, "
+        "from a kept checkpoint on",
+        "9 steps asked for, but only 3 can be computed",
+    )
+    with pytest.raises(CheckpointError, match=r"finetune verify \S+rate --replay N computes later steps"):
+        replay_config(RecordedRun(copy))
 
 
 @pytest.mark.slow

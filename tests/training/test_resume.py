@@ -22,6 +22,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.record import read_versions, record_of_start
 from finetune.runs.state import TrainerState
 from finetune.training.resume import accepted_changes
+from tests.replay.scene import edit_json
 from tests.tiny_runs import write_base, write_rows
 from tests.tiny_training import contents, curve, record
 
@@ -45,7 +46,7 @@ REFUSED = {
     "environment max_turns max_result_tokens",
     "reward": "functions weights pattern",
     "preference": "beta gamma desirable_weight undesirable_weight",
-    "validation": "drop_last by num_samples max_new_tokens",
+    "validation": "drop_last by",
     "data": "keep keep_prompts",
     "early_stopping": "metric max_forgotten",
     "checkpoint": "best_metric",
@@ -127,6 +128,8 @@ def another(value: object) -> object:
         return not value
     if isinstance(value, (int, float)):
         return value + 0.5
+    if value == "sft":
+        return "dpo"  # an objective has to be known
     return ["another"] if isinstance(value, list) else {"another": 1} if isinstance(value, dict) else "another"
 
 
@@ -169,6 +172,9 @@ def test_each_key_that_changes_the_curve_is_refused_and_no_other(tmp_path: Path)
         (("training.method=full",), "lora.r=2", False),
         (("lora.dropout=0",), "training.batch_size=1", False),
         (("lora.dropout=0", "training.neftune_alpha=5"), "training.batch_size=1", True),
+        ((), "validation.num_samples=8", False),
+        (("validation.metrics=exact_match",), "validation.num_samples=8", True),
+        (("validation.metrics=exact_match",), "validation.max_new_tokens=8", True),
     ],
 )
 def test_keys_that_count_only_beside_others(tmp_path: Path, words: tuple[str], change: str, refused: bool) -> None:
@@ -177,6 +183,11 @@ def test_keys_that_count_only_beside_others(tmp_path: Path, words: tuple[str], c
         assert change.partition("=")[0] in run.refusal(change)
     else:
         assert run.go_on(change) == []
+
+
+def test_answers_that_the_metrics_of_a_script_measured_count_too(started: Started) -> None:
+    edit_json(started.folder.record_file, script={"metrics": {"short": "scores.short"}})
+    assert "validation.num_samples: started with 64, now 8" in started.refusal("validation.num_samples=8")
 
 
 # --- what is said -------------------------------------------------------------------------------------------------
@@ -440,6 +451,7 @@ def test_a_run_is_compared_with_what_was_last_accepted(words: list[str], tmp_pat
     (accepted,) = record(run)["resume_changes"]
     assert accepted == {
         "at": record(run)["starts"][1],
+        "step": 4,
         "key": "optim.learning_rate",
         "before": "0.001",
         "now": "0.0001",

@@ -80,7 +80,7 @@ class Journal:
         self._record = RunRecord(self.folder.record_file, before=self.folder.refuse_lost_folder)
         with ExitStack() as opened:  # if this fails, the caller has no journal to close
             opened.callback(self.folder.close)
-            changes: list[dict[str, str]] = []
+            changes: list[dict[str, Any]] = []
             if config.resume == "auto" and self.folder.checkpoint_steps():
                 from finetune.training.resume import accepted_changes, refuse_other_global_batch  # only then
 

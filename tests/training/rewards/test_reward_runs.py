@@ -280,7 +280,7 @@ def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_after
         train_from_overrides(words(inputs, run, *own, *more, f"data.path={rows}"))
     digest = record(run)["fingerprints"]["reward.functions"]
     file.write_text(f"{file.read_text()}\nCHANGED = True\n")
-    changed = rf"started with {digest}, now mine\.py .* \(the code of its functions\): the rewards"
+    changed = rf"started with {digest}, now mine\.py .* \(digests of whole files, comments included\): the rewards"
     with pytest.raises(CheckpointError, match=rf"reward\.functions: {changed}\n.*resume\.allow=reward\.functions"):
         train_from_overrides(words(inputs, run, *own, *more))
     accepted = shutil.copytree(run, tmp_path / "accepted")
