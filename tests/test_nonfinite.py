@@ -150,6 +150,7 @@ def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple
             == math.isfinite(float(event["grad_norm"]))
             == (event["step"] not in bad)
         )
+        assert [row.rpartition(":")[2] == "18" for row in event.get("rows", [])].count(True) == (event["step"] in bad)
         assert event["learning_rate"] == pytest.approx(1e-2 * (1 - (event["step"] - 1) / NUM_STEPS)), "a function of it"
     lines = [line for line in log.splitlines() if " is skipped " in line]
     assert len(lines) == NUM_EPOCHS, "one rank says it"
@@ -157,7 +158,9 @@ def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple
         assert " WARNING " in line
         assert f"step {step} is skipped (number {number} of at most 5" in line
         assert ("the loss is nan (that of rank " in line) == (world != "one")
-        assert "and the gradient norm nan; weights and optimizer are unchanged" in line
+        assert "and the gradient norm nan in the step of " in line
+        assert "train.jsonl:18" in line
+        assert "; weights and optimizer are unchanged" in line
     assert "3 steps skipped" in log
 
     state = json.loads((folder / "checkpoints" / LAST / "state.json").read_text())

@@ -60,12 +60,11 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
             with closing(run.batches(state.epoch, state.steps_in_epoch)) as batches:
                 for microbatches in batches:
                     result = run.train(state.step + 1, microbatches)
-
                     state = _advanced(state, cadence, result, run.loss_scale)
                     if result.is_skipped:
-                        from finetune.training.nonfinite import refuse_too_many
+                        from finetune.training.nonfinite import skip_or_refuse
 
-                        refuse_too_many(state, result.not_finite, rules.max_skipped_steps, run.name_broken_rows)
+                        result = skip_or_refuse(state, result, rules.max_skipped_steps, run.rows_of(state.step))
                     run.report(state, result)
                     state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
                     if end is not None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from finetune.inference.evaluation import Dialogues
     from finetune.training.keeping import Keeper
     from finetune.training.loss_scale import LossScale
+    from finetune.training.nonfinite import StepRows
     from finetune.training.profiling import StepProfiler
     from finetune.training.reporting.journal import Journal
 
@@ -138,11 +139,11 @@ class TrainingRun:
         self._first_step = None
         return result._replace(metrics=self._train_loader.metrics_of(result.metrics))
 
-    def name_broken_rows(self, step: int) -> str:
-        """Name rows that make the loss of a step not finite. Collective."""
-        from finetune.training.nonfinite import name_broken_rows
+    def rows_of(self, step: int) -> StepRows:
+        """Return the rows of a step that is not finite, which can be named."""
+        from finetune.training.nonfinite import StepRows
 
-        return name_broken_rows(self._setup, self._train_loader, self._compute, step)
+        return StepRows(self._setup, self._train_loader, self._compute, step)
 
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""

@@ -10,6 +10,7 @@ from finetune.runs.state import TrainerState
 from finetune.signals import Terminated, begin_steps, stops_after_step
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.loop import run_loop
+from finetune.training.nonfinite import StepRows
 from finetune.training.preemption import preempted_in_test
 from finetune.training.step import StepResult
 from finetune.training.validation import Validated
@@ -20,7 +21,7 @@ class Recorder:
 
     def __init__(self, *, steps_per_epoch, losses=None, answer=lambda stop: stop, **happens_at):
         self.did = []
-        self.saved = {}
+        self.saved, self.rows = {}, {}
         self._steps_per_epoch = steps_per_epoch
         self._losses = losses
         self._happens_at = happens_at
@@ -30,6 +31,7 @@ class Recorder:
 
     def report(self, state, result):
         self.did.append(("report", state.step, result.num_targets))
+        self.rows[state.step] = result.metrics.get("rows")
         if state.step in self._happens_at.get("asks_at", {}):
             self.callbacks.requests.add(self._happens_at["asks_at"][state.step])
 
@@ -42,8 +44,9 @@ class Recorder:
         why = "the loss is nan" if self._is_now("skipped_at", step) else ""
         return StepResult(step, 1.0, 1.0, 1.0, step, 2 * step, num_preempted=num_told, not_finite=why)
 
-    def name_broken_rows(self, step):
-        return f"rows.jsonl:{step}" if self._is_now("named_at", step) else ""
+    def rows_of(self, step):
+        broken = f"rows.jsonl:{step}" if self._is_now("named_at", step) else ""
+        return SimpleNamespace(names=lambda: [f"rows.jsonl:{step}", "rows.jsonl:99"], name_broken=lambda: broken)
 
     def validate(self, state):
         if self._is_now("cut_short_at", state.step):
@@ -221,6 +224,10 @@ def test_skipped_steps_are_counted_and_reported_and_trained_on_nothing():
     assert (end.step, end.num_skipped_steps) == (7, 2)
     assert end.num_targets == 1 + 3 + 4 + 5 + 7
     assert recorder.steps_of("report") == [1, 2, 3, 4, 5, 6, 7]
+    assert {step: rows for step, rows in recorder.rows.items() if rows} == {
+        2: ["rows.jsonl:2", "rows.jsonl:99"],
+        6: ["rows.jsonl:6", "rows.jsonl:99"],
+    }
 
 
 def test_a_step_behind_the_limit_ends_the_run_before_it_is_saved():
@@ -233,7 +240,10 @@ def test_a_step_behind_the_limit_ends_the_run_before_it_is_saved():
 
 
 def test_without_skipping_the_first_ends_the_run_and_says_how_to_skip():
-    advice = r"step 2: .*on_nonfinite is stop.*left as before.*on_nonfinite=skip.*resume=auto resume\.allow=optim"
+    advice = (
+        r"step 2: .*on_nonfinite is stop.*left as before.* rows of this step \(rows\.jsonl:2, rows\.jsonl:99\), or "
+        r".*on_nonfinite=skip.*resume=auto resume\.allow=optim"
+    )
     with pytest.raises(RunFailedError, match=advice):
         run(cadence(), skipped_at=[2])
     advice = r"The loss of rows\.jsonl:2 alone is not finite either: correct or remove.*resume=auto resume\.allow=data$"
@@ -338,3 +348,10 @@ def test_a_rank_that_sigterm_ends_in_the_test_phase_does_not_claim_that_a_person
         with pytest.raises(PreemptedError) as caught, preempted_in_test(two):
             raise Terminated
     assert f"as asked by {number.name} on rank 0{says}; training is complete" in str(caught.value)
+
+
+def test_a_loader_without_encoded_rows_names_none():
+    """Of rewards, or of a script."""
+    setup = SimpleNamespace(config=compose([], complete=False), runtime=None)
+    rows = StepRows(setup, SimpleNamespace(), compute=None, step=1)
+    assert (rows.names(), rows.name_broken()) == ([], "")
