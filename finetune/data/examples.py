@@ -120,7 +120,7 @@ def read_opening(section: DataSection, reads: Reads = "answers") -> Opening:
         DataError: the rows cannot be read.
     """
     # Splits of so few rows could leave none for training.
-    few_rows = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
+    few_rows = {"max_rows": min(section.max_rows or _ROWS_LOOKED_AT, _ROWS_LOOKED_AT), "validation": None, "test": None}
     mixture = [{key: value for key, value in source.items() if key not in few_rows} for source in section.mixture]
     with warnings_only("finetune.data"):  # training has said all about these rows
         rows = load_examples(section.model_copy(update={**few_rows, "mixture": mixture}), reads).train

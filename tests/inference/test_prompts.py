@@ -203,6 +203,13 @@ def test_the_usual_opening_of_a_mixture_is_found_whatever_its_sources_put_aside(
     assert usual_opening(DataSection(mixture=[source]))[:2] == ("Be brief.", "")
 
 
+def test_the_usual_opening_is_that_of_rows_that_the_run_reads(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines(*[{"messages": [USER, ANSWER]}, *[{"messages": [SYSTEM, USER, ANSWER]}] * 2])))
+    opening = read_opening(DataSection(path=str(path), max_rows=1))
+    assert (opening.system, opening.num_rows) == (None, 1)
+
+
 def test_the_tools_of_a_file_are_offered(tmp_path):
     tools, file = [{"type": "function", "function": {"name": "weather"}}], tmp_path / "tools.json"
     file.write_text(json.dumps(tools))
