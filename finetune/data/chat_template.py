@@ -48,6 +48,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.name = name or str(tokenizer.name_or_path) or type(tokenizer).__name__
         self._known: dict[RowKey, bool] = {}
+        self._added_tokens = frozenset(tokenizer.get_added_vocab())
 
     def render(self, dialogues: Sequence[Dialogue], *, with_prompt: bool = False) -> list[str | BadRowError]:
         """Render each conversation as text, or say why the template refuses it.
@@ -74,7 +75,7 @@ class ChatTemplate:
     def has_foreign_header(self, role: str, text: str) -> bool:
         """Whether the template wrote a marker like `<|developer|>` for a role, which is no token of the tokenizer."""
         marker = f"<|{role}|>"
-        return marker in text and marker not in self.tokenizer.get_added_vocab()
+        return marker in text and marker not in self._added_tokens
 
     def _as_read(self, dialogue: Dialogue) -> list[Turn]:
         """Return the turns with thinking and tools under the keys that the template reads."""

@@ -340,9 +340,8 @@ def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) 
 
 def _is_one_source(at_path: _Splits | None) -> bool:
     """Return whether the data is training rows alone. A folder with a file that is named train has splits."""
-    if at_path is None or at_path.form in (_ONE_FILE, _FILES):
-        return True
-    return at_path.form == _PARTS and list(at_path.names) != ["train"]
+    is_folder_of_rows = at_path is not None and at_path.form == _PARTS and list(at_path.names) != ["train"]
+    return at_path is None or at_path.form in (_ONE_FILE, _FILES) or is_folder_of_rows
 
 
 def _why_off(split: str, at_path: _Splits | None, setting: str | list[str] | None) -> str:

@@ -8,6 +8,7 @@ size of a split ends between them. `data.validation=auto` has no exact size, so 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,6 +23,9 @@ _HELD_OUT_IN_THIS_ORDER = ("test", "validation", "train")  # the validation size
 AUTO_NEEDS_ROWS = 40
 """`data.validation=auto` holds no row out of fewer rows."""
 _AUTO_MOST_ROWS = 200
+_ranked: dict[bytes, Sequence[int]] = {}
+"""Rows that `_rank` has ranked: all splits of a source, and both sides of a pair, are parts of the same rows."""
+_MOST_RANKED = 16
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,7 @@ def rows_of_split(
     Raises:
         DataError: no row is left to train on.
     """
-    num_rows = len(digests)
-    if rule == "position":
-        ranked = shuffled(num_rows, seed)
-    else:  # equal rows keep their order
-        key = seed.to_bytes(8, "little")
-        ranks = [blake2b(bytes.fromhex(digest), key=key, digest_size=16).digest() for digest in digests]
-        ranked = sorted(range(num_rows), key=ranks.__getitem__)
+    num_rows, ranked = len(digests), _rank(digests, rule, seed)
     counts = {name: size.of(num_rows) for name, size in sizes.items()}
     if counts.get("validation") and sizes["validation"].text == AUTO_VALIDATION:
         start = end = sum(counts.values())
@@ -76,6 +74,24 @@ def rows_of_split(
     before = _HELD_OUT_IN_THIS_ORDER[: _HELD_OUT_IN_THIS_ORDER.index(split)]
     start = sum(counts.get(name, 0) for name in before)
     return sorted(ranked[start : start + counts[split]])
+
+
+def _rank(digests: Sequence[str], rule: str, seed: int) -> Sequence[int]:
+    """Return the rows in the order in which they are held out. The same rows are ranked once."""
+    asked = blake2b("".join([rule, f"{seed},", *digests]).encode(), digest_size=16).digest()
+    ranked = _ranked.get(asked)
+    if ranked is None:
+        if rule == "position":
+            order = shuffled(len(digests), seed)
+        else:  # equal rows keep their order
+            key = seed.to_bytes(8, "little")
+            ranks = [blake2b(bytes.fromhex(digest), key=key, digest_size=16).digest() for digest in digests]
+            order = sorted(range(len(digests)), key=ranks.__getitem__)
+        if len(_ranked) >= _MOST_RANKED:
+            _ranked.clear()
+        ranked = array("I", order)
+        _ranked[asked] = ranked
+    return ranked
 
 
 def parse_split_size(text: str, split: str) -> SplitSize | None:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path, PurePath
 from typing import IO, Any, AnyStr, Protocol
@@ -39,6 +39,7 @@ _STRAY_COMMA = re.compile(r",\s*([}\]]|$)")
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=with_unique_keys)
 
 
+@lru_cache  # a row is named by the suffix of its file
 def suffix_of(path: PurePath | str) -> str:
     """Return the suffix that says what a file holds, in lower case: `.jsonl` for `rows.jsonl` and `rows.JSONL.gz`."""
     path = PurePath(path)

@@ -260,9 +260,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
             continue
         try:
             example = parse_row(row.value, known, examples.columns, is_table=row.is_table)
-            example = example._replace(source=place, number=row.number, digest=digest_row(row.value))
-            if examples.reads == "prompts":
-                example = example._replace(columns=row.value)
+            cells = row.value if examples.reads == "prompts" else None
+            example = example._replace(source=place, number=row.number, digest=digest_row(row.value), columns=cells)
             if examples.tools:
                 example = examples.offer(example)
             first = first or example
@@ -276,8 +275,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
             first_bad = first_bad or row
             continue
         count += 1
-        columns.add(row, example, place)
-        columns.has_turns |= example.row_type == "messages"
+        if not examples.read_as:  # otherwise these rows were checked before
+            columns.add(row, example, place)
         yield example
     broken.raise_if_any(source.label, count + problems.count + broken.count)
     grpo = way = ""
@@ -314,8 +313,8 @@ class _Columns:
 
     def add(self, row: RawRow, example: Example, place: str) -> None:
         """Note the columns of a row."""
-        examples = self._examples
-        columns = find_columns(row.value, examples.columns)
+        examples, columns = self._examples, find_columns(row.value, self._examples.columns)
+        self.has_turns |= example.row_type == "messages"
         self._names |= {column: own_name for column, own_name in columns.items() if column in self._known.columns}
         for name, value in row.value.items():
             self._seen[name] = self._seen.get(name, False) or bool(value)

@@ -154,6 +154,10 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     """Read a turn. Its `weight` and `tools` stand in it until the caller takes them out."""
     if not isinstance(turn, Mapping):
         raise BadRowError(f"{where} is {quote(turn)}; expected an object with {keys.role} and {keys.content}")
+    role, text = turn.get("role"), turn.get("content")
+    if len(turn) == 2 and role in ROLES and isinstance(text, str) and keys is _ROLE_AND_CONTENT:  # most turns
+        parse_text(text, where := f"{where}.content")
+        return text_turn(role, refuse_blank(text, f"{where} (the assistant's)") if role == "assistant" else text)
     # A table has every key in every turn, with null for those that are absent.
     present = {str(key): value for key, value in turn.items() if value is not None}
     if keys.role not in present:
@@ -187,12 +191,10 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     parsed |= {} if weight is None else {"weight": weight}
     if "tools" in present and (tools := parse_tools(present.pop("tools"), f"{where}.tools")):
         parsed["tools"] = tools
-    for key in ("role", "content"):
-        if key in present:  # beside `from` and `value`: it would replace their role and text
-            raise BadRowError(f"{where} has {keys.role}, {keys.content} and {key} too; expected one pair of keys")
-    for key in ("name", "tool_call_id"):
-        if key in present:
-            parsed[key] = parse_text(present.pop(key), f"{where}.{key}")
+    for key in filter(present.__contains__, ("role", "content")):  # they would replace those of `from` and `value`
+        raise BadRowError(f"{where} has {keys.role}, {keys.content} and {key} too; expected one pair of keys")
+    for key in filter(present.__contains__, ("name", "tool_call_id")):
+        parsed[key] = parse_text(present.pop(key), f"{where}.{key}")
     parsed |= {key: json.loads(dump_json(value, f"{where}.{key}")) for key, value in present.items() if value != []}
     if role == "assistant" and not says_more and parsed.get("weight", 1):
         refuse_blank(content, f"{where}.{keys.content} (the assistant's)")
@@ -229,8 +231,7 @@ def _take_calls(present: dict[str, Any], keys: _TurnKeys, role: str, where: str)
     """Take the tool calls out of a turn: `tool_calls`, OpenAI's older `function_call`, or a turn that is a call."""
     if role in _CALL_ROLES:
         written = present.pop(keys.content, None)
-        calls = json_in_cell(written)
-        calls = calls if isinstance(calls, list) else [calls]
+        calls = value if isinstance(value := json_in_cell(written), list) else [value]
         if not all(isinstance(call, Mapping) and "name" in call for call in calls):
             raise BadRowError(
                 f'{where}.{keys.content} is {quote(written)}; expected a call as JSON: {{"name": …, "arguments": …}}'
@@ -271,5 +272,4 @@ def _parse_mask(mask: object, role: str, key: str, where: str) -> int:
 
 def is_transcript(text: str) -> bool:
     """Return whether a text begins with `Human:` and has a paragraph that begins with `Assistant:`."""
-    start = text.lstrip()
-    return start.startswith("Human:") and "\n\nAssistant:" in start
+    return text.lstrip().startswith("Human:") and "\n\nAssistant:" in text.lstrip()

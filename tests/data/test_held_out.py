@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from hashlib import blake2b
 from itertools import chain
 
 import pytest
@@ -229,6 +230,15 @@ def test_a_source_is_encoded_once_for_all_of_its_splits(make_section, write_json
     encode(make_section(path=write_jsonl(ROWS), validation="0.2", test="0.2"))
     assert sum(": 40 rows of " in line for line in logged()) == 1
     assert not any("encoded before" in line for line in logged())
+
+
+def test_the_rows_of_a_source_are_ranked_once_for_all_of_its_splits(make_section, write_jsonl, monkeypatch):
+    hashed = []
+    module = "finetune.data.held_out"
+    monkeypatch.setattr(f"{module}.blake2b", lambda *data, **keys: hashed.append(data) or blake2b(*data, **keys))
+    monkeypatch.setattr(f"{module}._ranked", {})
+    encode(make_section(path=write_jsonl(ROWS), validation="0.1", test="0.2"))
+    assert len(ROWS) <= len(hashed) < 2 * len(ROWS), "a hash of each row, and one of all rows for each split"
 
 
 def test_a_split_or_a_file_of_that_name_comes_first(make_section, write_jsonl):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data import readers, rows
 from finetune.data.readers import FileRows
 from finetune.data.rows import Examples, RowProblems
 from finetune.errors import DataError
@@ -49,6 +50,17 @@ def test_the_row_type_is_seen_by_the_columns_and_reported(write_jsonl, logged, r
 def test_the_format_chooses_among_several(write_jsonl):
     assert read(write_jsonl([{"text": "b", **CHAT}]), "text")[0].text == "b"
     assert "train.jsonl:1: no column text; it has messages" in error_of(write_jsonl([CHAT]), "text")
+
+
+def test_what_all_rows_have_in_common_is_found_out_once(write_jsonl, monkeypatch):
+    checked, suffixes = [], []
+    monkeypatch.setattr(rows, "find_unread", lambda *row: checked.append(row) or iter(()))
+    is_compressed = readers.is_compressed
+    monkeypatch.setattr(readers, "is_compressed", lambda path: suffixes.append(path) or is_compressed(path))
+    examples = read(write_jsonl([CHAT] * 9))
+    assert list(examples.read()) == list(examples.read())
+    assert len(checked) == 9, "the columns are checked in the first pass"
+    assert len(suffixes) < 9, "a row is named without looking at the suffix of its file again"
 
 
 def test_only_the_first_rows_are_read(write_jsonl):

@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data import turns
 from finetune.data.chat_template import ChatTemplate, use_chat_template
 from finetune.data.encoded import EncodedExamples
 from finetune.data.turns import Turn, parse_turns
@@ -80,6 +81,20 @@ def test_parts_of_text_and_arguments_of_either_form_are_the_same_turns():
         "type": "function",
         "function": {"name": "weather", "arguments": {"city": "Porto"}},
     }
+
+
+def test_a_turn_of_role_and_content_alone_is_read_the_short_way_with_the_same_result(monkeypatch):
+    plain = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+    long_way = parse_turns([{**turn, "name": None} for turn in plain], "messages")
+    blank = [{"role": "user", "content": ""}, {"role": "assistant", "content": " "}]
+    messages = []
+    for rows in (blank, [{**turn, "name": None} for turn in blank]):
+        with pytest.raises(BadRowError) as caught:
+            parse_turns(rows, "messages")
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    monkeypatch.setattr(turns, "_take_weight", None)
+    assert parse_turns(plain, "messages") == long_way
 
 
 def test_an_answer_of_weight_0_is_context(make_section, write_jsonl):
@@ -165,6 +180,19 @@ def test_an_answer_of_which_the_template_renders_nothing_is_refused(make_section
     path = write_jsonl([{"messages": [QUESTION, *TURNS[2:]]}])
     with pytest.raises(DataError, match=r"does not render reasoning_content .*, and messages\[1\] has no other text"):
         encode_train(make_section(path=path))
+
+
+def test_the_added_tokens_are_listed_once_for_all_rows(make_section, write_jsonl, monkeypatch):
+    counted = []
+    listed = PreTrainedTokenizerFast.get_added_vocab
+    monkeypatch.setattr(PreTrainedTokenizerFast, "get_added_vocab", lambda self: counted.append(1) or listed(self))
+    few, many = ([{"prompt": f"Hi {n}", "completion": "a"} for n in range(count)] for count in (1, 9))
+    calls = []
+    for rows in (few, many):
+        before = len(counted)
+        encode_train(make_section(path=write_jsonl(rows)))
+        calls.append(len(counted) - before)
+    assert calls[0] == calls[1]
 
 
 def test_a_role_that_is_no_token_is_refused(make_section, write_jsonl):
