@@ -272,4 +272,4 @@ def _parse_mask(mask: object, role: str, key: str, where: str) -> int:
 
 def is_transcript(text: str) -> bool:
     """Return whether a text begins with `Human:` and has a paragraph that begins with `Assistant:`."""
-    return text.lstrip().startswith("Human:") and "\n\nAssistant:" in text.lstrip()
+    return (start := text.lstrip()).startswith("Human:") and "\n\nAssistant:" in start
