@@ -187,7 +187,7 @@ def test_training_shows_what_and_on_what_then_the_view_then_the_result(here):
         assert part in done.words
     assert "warning: optim.warmup_steps is 9, more than the steps of the run (4)" in done.words
     log = Path(folder, "log.txt").read_text()
-    for line in ("[RANK 0]", "launcher none, device cpu", "WARNING finetune.training.optim: optim.warmup_steps is 9"):
+    for line in ("[RANK 0]", "launcher none, device cpu", "WARNING finetune.training.trainer: optim.warmup_steps is 9"):
         assert line in log, "the log has all that the terminal does without"
     again = run_on_terminal(columns, "train", *words, "training.max_steps=6", "resume.allow=training.max_steps")
     assert f"run {folder}, resumed from step 4" in again.words, again.raw
