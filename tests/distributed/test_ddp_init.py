@@ -24,7 +24,7 @@ from finetune.distributed.process_group import (
     verdict_on_failure,
 )
 from finetune.distributed.rendezvous import Rendezvous, Verdict
-from finetune.errors import LaunchError, LeftToMain, RunFailedError
+from finetune.errors import ConfigError, LaunchError, LeftToMain, RunFailedError
 from finetune.fallbacks import Fallbacks
 from tests.launches import free_port, place_variables, run_command, write_report
 
@@ -93,6 +93,15 @@ def test_a_world_of_one_needs_no_group_and_nothing_to_clean_up():
     cleanup_ddp()
     cleanup_ddp()
     assert dict(os.environ) == before
+
+
+def test_one_process_that_should_be_several_says_so():
+    fallbacks = Fallbacks()
+    initialize_ddp(device="cpu", flag=True, fallbacks=fallbacks)
+    assert [(taken.what, taken.used) for taken in fallbacks] == [("ddp", "one process")]
+    with pytest.raises(ConfigError, match="The run is strict"):
+        initialize_ddp(device="cpu", flag=True, fallbacks=Fallbacks(strict=True))
+    cleanup_ddp()
 
 
 def test_arguments_that_describe_no_world_are_refused():
