@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,9 @@ from finetune.runs.durable import replace_file
 from finetune.runs.output_files import refuse_unwritable, writes
 from finetune.terminal import say, shown_folder
 from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.runs.recorded_run import RecordedRun
 
 _FILE_NAME = "report.html"
 
@@ -39,26 +42,31 @@ def report(
     ] = None,
     data: Annotated[bool, typer.Option(help="Read the data of the runs again, to show a row of it.")] = True,
 ) -> None:
-    """Write the page, and print where it is."""
-    if not is_first_process(os.environ):
-        return
-    configure_logs(0, level=logging.ERROR)  # what could not be read stands on the page
-    say(f"wrote {write_report(run_folders, output, data=data)}. Open it in a browser; it needs no network.")
-
-
-def write_report(run_folders: Sequence[Path], output: Path | None, *, data: bool) -> str:
-    """Write the page about runs, and return its path and its size. See `report` for the arguments.
+    """Write the page, and print where it is.
 
     Raises:
         CheckpointError: a folder holds no run.
-        ConfigError: the extra is missing, or the file cannot be written or is not a report.
-        RunFailedError: the disk is full.
+        ConfigError: the extra is missing, or see `write_report`.
     """
-    from finetune.report.page import build_page, require_libraries
+    if not is_first_process(os.environ):
+        return
+    configure_logs(0, level=logging.ERROR)  # what could not be read stands on the page
+    from finetune.report.page import require_libraries
     from finetune.runs.recorded_run import open_runs
 
     require_libraries()
-    runs = open_runs(run_folders)
+    say(f"wrote {write_report(open_runs(run_folders), output, data=data)}. Open it in a browser; it needs no network.")
+
+
+def write_report(runs: Sequence[RecordedRun], output: Path | None, *, data: bool) -> str:
+    """Write the page about runs, and return its path and its size. See `report` for the arguments.
+
+    Raises:
+        ConfigError: the file cannot be written or is not a report.
+        RunFailedError: the disk is full.
+    """
+    from finetune.report.page import build_page
+
     path = output or (runs[0].folder.path / _FILE_NAME if len(runs) == 1 else Path(_FILE_NAME))
     _refuse_to_replace(path)
     previews = []

@@ -19,6 +19,7 @@ from finetune.cli.run_options import STYLES, OptionRules, refuse_several_process
 from finetune.config.keys import values
 from finetune.config.schema import Config, DataSection
 from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
+from finetune.runs.recorded_run import RecordedRun
 from finetune.sweep.running import run_trials
 from finetune.sweep.space import draw_trials, read_space
 from finetune.sweep.trials import Sweep, Trial, open_sweep
@@ -201,7 +202,7 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
     from finetune.report.sentences import best_run, second_line
 
     for trial in trials:
-        trial.read = trial.run
+        trial.read = RecordedRun(trial.folder, trial.name, detail="thinned")  # for the table and for the page
     states = [trial.state for trial in trials]
     complete = [trial.run for trial, state in zip(trials, states, strict=True) if state == "completed"]
     best = complete[0] if len(complete) == 1 else best_run(complete)
@@ -228,16 +229,18 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
         say(remark)
     reason = second_line(complete) if complete else "no trial is complete"
     say(f"best: {shown_folder(best.folder.path)}" if best else f"best: none, {reason}")
-    say(f"report: {_write_page(folder, [trial.folder for trial in trials if trial.run.folder.holds_run()])}")
+    say(f"report: {_write_page(folder, [trial.run for trial in trials if trial.run.folder.holds_run()])}")
     return RunFailedError.exit_code if all(state == "failed" for state in states) else 0
 
 
-def _write_page(folder: Path, runs: Sequence[Path]) -> str:
+def _write_page(folder: Path, runs: Sequence[RecordedRun]) -> str:
     """Write the page about all trials. Returns where it is, or why there is none."""
     if not runs:
         return "none, no trial has started"
     if find_spec("vl_convert") is None:
         return f"none, the extra is missing: {extra_command('report')}, then the same command with --report"
+    for run in runs:
+        run.folder.refuse_irregular_files()
     return write_report(runs, folder / "report.html", data=False)
 
 

@@ -151,7 +151,7 @@ class RecordedRun:
         """The number of tokens that the run has trained on, summed over its steps."""
         return self._events.num_tokens
 
-    @property
+    @cached_property
     def objective(self) -> ObjectiveFacts:
         """The training objective. If a run records rewards but no objective, it is from a version that only had dpo."""
         name = self.config.training.objective if self.config else "sft"

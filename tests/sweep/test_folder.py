@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from finetune.cli import sweep as command
 from finetune.errors import CheckpointError
+from finetune.runs import recorded_run
 from finetune.runs.best_validation import best_validation
 from finetune.sweep import running
 from finetune.sweep.trials import Sweep, Trial, open_sweep
@@ -19,6 +21,24 @@ from tests.report.runs import write_run
 
 TRIALS = [{"seed": "1"}, {"seed": "2"}]
 ASKED = Sweep(["quickstart"], {"seed": "1,2,3"}, 0, "loss", 3, 2, TRIALS)
+
+
+def test_the_files_of_a_trial_are_read_once_for_table_and_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("vl_convert", reason="the extra [report] is not installed")
+    monkeypatch.setattr("finetune.report.page.compile_charts", lambda charts: None)  # a process that takes seconds
+    composed, looked_at = [], []
+    compose, points = recorded_run.compose, recorded_run.RecordedRun.points
+    monkeypatch.setattr(recorded_run, "compose", lambda *a, run, **b: composed.append(run) or compose(*a, run=run, **b))
+    monkeypatch.setattr(
+        recorded_run.RecordedRun, "points", lambda run, *name: looked_at.append((run.name, *name)) or points(run, *name)
+    )
+    trials = [Trial(tmp_path, number, ASKED) for number in (1, 2)]
+    for trial in trials:
+        write_run(trial.folder, [f"seed={trial.values['seed']}"])
+    command._show(tmp_path, ASKED, trials)
+    assert "report.html" in capsys.readouterr().out
+    assert sorted(composed) == [str(trial.folder / "config.yaml") for trial in trials]
+    assert looked_at.count(("trial-001", "step", "reward_margin")) < 4, "the objective of a run is found out once"
 
 
 def test_another_sweep_is_refused_with_the_difference_and_more_trials_are_added(tmp_path):
