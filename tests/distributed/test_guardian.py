@@ -26,7 +26,7 @@ SETTINGS = {"rank": 1, "world_size": 2, "worker_pid": WORKER, "launcher_pid": No
 CAUSE = {"rank": 0, "summary": "rank 0 was killed"}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """The states and parents of processes, the kernel's kills for lack of memory, and the signals that were sent."""
     made = SimpleNamespace(states={}, parents={}, memory_kills=3, sent=[])
