@@ -237,8 +237,9 @@ def refuse_differences(verified: Verified, file: Path, *, is_kept: bool = False)
     if is_kept:
         raise RunFailedError(
             f"{verified.source} has test vectors of other weights than {verified.folder}: "
-            f"{summarize_mismatches(verified.mismatches)}. They belong to another run, or these weights were replaced. "
-            f"{file} was kept, which says that these weights are those of the run. --out FILE writes this comparison."
+            f"{summarize_mismatches(verified.mismatches)}. They belong to another run or "
+            f"another checkpoint, or these weights were replaced. {file} was kept, which says that these weights are "
+            "those of the run. --out FILE writes this comparison."
         )
     if verified.mismatches:
         raise RunFailedError(
