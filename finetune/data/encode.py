@@ -20,7 +20,7 @@ from finetune.data.turns import Dialogue
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
-from finetune.logs import waiting
+from finetune.logs import report_progress, waiting
 from finetune.threads import num_cores
 from finetune.units import ceil_div, counted
 
@@ -311,6 +311,7 @@ def _write_rows(
             if example.number != last_problem:
                 problems.add(example.source, str(row))
             last_problem = example.number
+        report_progress(f"{len(writer.num_targets):,} encoded")
 
 
 def _find_oddities(example: Example, template: ChatTemplate) -> tuple[bool, bool]:

@@ -275,9 +275,7 @@ def as_conversation(dialogue: Dialogue, history: tuple[Turn, ...] = ()) -> Examp
     if not dialogue.learnt:
         roles = [turn["role"] for turn in dialogue.turns]
         if "assistant" in roles:
-            raise BadRowError(
-                "every assistant turn has weight 0, so nothing to learn; expected at least one of weight 1"
-            )
+            raise BadRowError("every assistant turn has weight 0, so nothing to learn; expected one with weight 1")
         raise BadRowError(f"no assistant turn (roles: {', '.join(roles)}), so nothing to learn; expected at least one")
     dialogue = _following(history, dialogue)
     return Example("messages", messages=dialogue.turns, learnt=dialogue.learnt, tools=dialogue.tools)

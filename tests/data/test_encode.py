@@ -42,6 +42,14 @@ def test_rows_become_flat_tensors(make_section, write_jsonl):
         train[2]
 
 
+def test_a_wait_for_many_rows_says_how_many_are_encoded(make_section, write_jsonl, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("finetune.data.encode.report_progress", said.append)
+    monkeypatch.setattr("finetune.data.encode.ROWS_AT_ONCE", 2)
+    encode(make_section(path=write_jsonl([CHAT] * 5)))
+    assert said == ["2 encoded", "4 encoded", "5 encoded"]
+
+
 @pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
 def test_prompt_and_last_answer(make_section, write_jsonl, style):
     tokenizer = tiny_tokenizer(style)
