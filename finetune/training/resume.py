@@ -303,7 +303,7 @@ def _refusal(folder: RunFolder, refused: Sequence[_Difference], misfit: Checkpoi
         instead = "since its checkpoints fit no other, start another run with output_dir="
     return (
         f"output_dir={folder.path} holds a run that was started with another configuration. "
-        f"This changes its curve:{lines}\nGive the old values to go on, or, {instead}. Nothing was changed."
+        f"This changes its curve:{lines}\nRestore the old values and files to go on, or, {instead}. Nothing was changed."
     )
 
 
