@@ -161,7 +161,7 @@ def _refuse_other_file(out: Path) -> None:
     try:
         is_small = out.is_file() and out.stat().st_size <= MOST_BYTES
         is_certificate = is_small and "verdict" in dict(json.loads(out.read_bytes()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         is_certificate = False
     if not is_certificate:
         raise ConfigError(f"--out is {out}, which already exists and is not a certificate. Name a new file.")

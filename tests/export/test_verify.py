@@ -282,7 +282,8 @@ def test_the_only_runtime_to_name_is_vllm(tmp_path):
 def test_a_certificate_replaces_nothing_else(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "large.json").write_text(json.dumps({"verdict": "same", "more": "x" * (16 << 20)}))
-    no_certificate = [(name, "is not a certificate") for name in ("notes.txt", "large.json", "")]
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    no_certificate = [(name, "is not a certificate") for name in ("notes.txt", "large.json", "deep.json", "")]
     for out, reason in (*no_certificate, ("gone/c.json", "no folder")):
         with pytest.raises(ConfigError, match=reason):
             verify(tmp_path, out=tmp_path / out)
