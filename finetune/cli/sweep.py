@@ -186,15 +186,21 @@ def _look_for_equal_trials(
     for numbers in same.values():
         if len(numbers) > 1:
             names = " and ".join(f"trial-{number + 1:03d}" for number in numbers)
-            why = "; ".join(f"{key}, because {why}" for key, why in unread[numbers[0]].items())
-            read_keys = [key for key in drawn[0] if key not in unread[numbers[0]]]
-            written = {key: dict.fromkeys(drawn[number][key] for number in numbers) for key in read_keys}
-            spelled_differently = {key: texts for key, texts in written.items() if len(texts) > 1}
-            shown = spelled_differently or ({} if why else written)
-            same_values = "; ".join(f"{key} is {' and '.join(texts)}" for key, texts in shown.items())
-            found = [f"They differ only in a key without effect there: {why}."] if why else []
-            found += [f"Their values are the same: {same_values}."] if same_values else []
-            say(f"{names} will be equal. {' '.join(found)}")
+            say(f"{names} will be equal. {_why_equal([drawn[number] for number in numbers], unread[numbers[0]])}")
+
+
+def _why_equal(drawn: Sequence[Mapping[str, str]], unread: Mapping[str, str]) -> str:
+    """Say why trials are equal, given their values as they were written, and the keys that none of them reads."""
+    found = []
+    if unread:
+        why = "; ".join(f"{key}, because {why}" for key, why in unread.items())
+        found.append(f"They differ only in a key without effect there: {why}.")
+    written = {key: dict.fromkeys(of_trial[key] for of_trial in drawn) for key in drawn[0] if key not in unread}
+    spelled_differently = {key: texts for key, texts in written.items() if len(texts) > 1}
+    if shown := spelled_differently or ({} if unread else written):
+        same = "; ".join(f"{key} is {' and '.join(texts)}" for key, texts in shown.items())
+        found.append(f"Their values are the same: {same}.")
+    return " ".join(found)
 
 
 def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
@@ -202,7 +208,7 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
     from finetune.report.sentences import best_run, second_line
 
     for trial in trials:
-        trial.read = RecordedRun(trial.folder, trial.name, detail="thinned")  # for the table and for the page
+        trial.read_once()  # for the table and for the page
     states = [trial.state for trial in trials]
     complete = [trial.run for trial, state in zip(trials, states, strict=True) if state == "completed"]
     best = complete[0] if len(complete) == 1 else best_run(complete)

@@ -59,8 +59,7 @@ class Trial:
         self.folder = folder / self.name
         self.log = folder / f"{self.name}.log"
         self.lock = folder / f"{self.name}.lock"
-        self.read: RecordedRun | None = None
-        """The run, if its files are not read again. They may change while a trial runs."""
+        self._read: RecordedRun | None = None
         self._metric = sweep.metric
         drawn = (f"{key}={value}" for key, value in self.values.items())
         self.arguments = ["train", *sweep.arguments, *drawn, f"output_dir={self.folder}", "resume=auto"]
@@ -72,8 +71,12 @@ class Trial:
 
     @property
     def run(self) -> RecordedRun:
-        """The run's files, as they are now or were when they were read."""
-        return self.read or RecordedRun(self.folder, self.name, detail="recent")
+        """The run's files, as they are now, or as `read_once` has read them."""
+        return self._read or RecordedRun(self.folder, self.name, detail="recent")
+
+    def read_once(self) -> None:
+        """Read the run's files for the last time, with the losses that a report draws. No trial may run any more."""
+        self._read = RecordedRun(self.folder, self.name, detail="thinned")
 
     @property
     def state(self) -> str:

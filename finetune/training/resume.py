@@ -302,8 +302,8 @@ def _refusal(folder: RunFolder, refused: Sequence[_Difference], misfit: Checkpoi
     else:
         instead = "since its checkpoints fit no other, start another run with output_dir="
     return (
-        f"output_dir={folder.path} holds a run that was started with another configuration. "
-        f"This changes its curve:{lines}\nRestore the old values and files to go on, or, {instead}. Nothing was changed."
+        f"output_dir={folder.path} holds a run that was started with another configuration. This changes its curve:"
+        f"{lines}\nRestore the old values and files to go on, or, {instead}. Nothing was changed."
     )
 
 
