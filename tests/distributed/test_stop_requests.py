@@ -47,7 +47,7 @@ def test_the_store_is_asked_twice_a_second_and_told_at_once(rank_beside, monkeyp
     store = dist.HashStore()
     monkeypatch.setattr(stop_requests, "rendezvous_store", lambda: store)
     times = iter([100.0, 100.1, 100.2, 100.8])
-    monkeypatch.setattr(stop_requests.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(stop_requests, "time", SimpleNamespace(monotonic=lambda: next(times)))
     requests = make()
     assert not requests.is_on_any_rank()
     store.set(requests._key, "")  # by another rank

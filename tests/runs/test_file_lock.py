@@ -148,8 +148,7 @@ def test_a_long_wait_is_said_once_and_looks_twice_a_second(
         pauses.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(locks.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(locks, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with file_lock(path, waiting_for="it"), pytest.raises(TimeoutError, match="after 30 s"):
         file_lock(path, timeout_seconds=30, waiting_for="the data")
     assert 30 <= now[0] < 30.5
