@@ -1,4 +1,4 @@
-"""Let a function of the user's that calls `os._exit` fail. It would end the program at once, with that exit code."""
+"""Let a call of `os._exit` in a function of the user's fail, where it would end the program with that exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def without_exit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in whose thread os._exit raises an error: it may run code of an answer, which calls it."""
+    """Return a function in whose thread os._exit raises an error. It may run code that a model wrote."""
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
 _REWARDS = {"train_reward": "reward", "validation_reward": "validation reward"}
-"""The columns of runs that learn from rewards, which the table has if there is such a run."""
+"""Columns for runs that learn from rewards. The table has them if it lists such a run."""
 _INDEX_FORMAT = 2
-"""To be raised when `summary` gets other keys within a version."""
+"""Raise it when `summary` gets other keys within a version."""
 _SHORT_LIVED = ("running", "unreadable", "unknown")
 """States that may change while the stamps of a run's files stay as they are."""
 

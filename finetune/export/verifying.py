@@ -229,7 +229,7 @@ def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequen
 
 
 def refuse_differences(verified: Verified, file: Path, *, is_kept: bool = False) -> None:
-    """Refuse a model that is not the one that was trained. With `is_kept`, `file` is an earlier certificate.
+    """Refuse a model other than the trained one. With `is_kept`, `file` is an earlier certificate.
 
     Raises:
         RunFailedError: names the first differences, and the certificate that lists all of them.

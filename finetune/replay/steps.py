@@ -47,7 +47,7 @@ LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 _NOT_IN_CONFIG = {"loss", "optimizer", "adapter"}
 """Parts of a run that a script may give and that decide what a step computes."""
 _ON_RECORD = ("reward.functions", "rollout.tools", "rollout.environment")
-"""Keys that name functions whose results a run records, so that a replay does not call them."""
+"""Keys that name functions. A run records their results, so a replay does not call them."""
 _NOT_IN_STEPS = ("validation.", "early_stopping.", "checkpoint.best_metric")
 """How the keys begin that no replayed step reads."""
 StepPlan = Mapping[int, Sequence[int]]
