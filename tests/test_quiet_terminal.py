@@ -103,7 +103,7 @@ SHOWN = {
 STARTS_PROCESSES = dict.fromkeys(("sweep", "merge", "export ollama"), (pytest.mark.warm, pytest.mark.process))
 CODES = {"diff": 1, "push": 2, "upgrade": 2, "receipt": 2}
 """There are differences; there is no token for the hub, no other Python, and no run.json."""
-CONVERTED = {f"export {name}" for name in ("gguf", "lora", "onnx", "vllm", "smallest")}
+CONVERTED = {f"export {name}" for name in ("gguf", "lora", "onnx", "vllm", "smallest", "text")}
 ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"} | CONVERTED
 """Training has a test of its own, below, a rehearsal in tests/diagnose, and a converted model in tests/export. The
 others write a path, and JSON."""

@@ -77,6 +77,8 @@ COMMANDS = (
         "A folder for vLLM, compressed by llm-compressor (fp8, w8a8, w4a16), compared with the run."),
     Command("export smallest", "export:smallest_command", _FORMATS,
         "The smallest of all these that still answers as the run does."),
+    Command("export text", "export:text_command", _FORMATS,
+        "The text model of a model that also reads images or sound (Gemma 3 4B, Ministral 3), to train it."),
     Command("verify", "verify:verify", _AFTER,
         "Compare a run or a model, in the runtime that serves it, with what was trained, and write a certificate."),
     Command("push", "export:push", _AFTER,

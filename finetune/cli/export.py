@@ -507,6 +507,43 @@ def smallest_command(
     say(f"Written to {out}, with its certificate.{advice}")
 
 
+def text_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The hub id or folder of the whole model.", callback=refuse_password)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[OUT]",
+            help="The folder to write. It must not exist, or be empty. Default: here, with the name of the model and "
+            "-text.",
+        ),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="The branch, tag or commit at the hub.")] = None,
+) -> None:
+    """Write the text model, and print how it was compared with the whole model."""
+    from finetune.export.out_folder import refuse_taken
+    from finetune.model.text_models import default_folder
+
+    refuse_several_processes("export")
+    configure_logs(rank=0)
+    out = out or Path(default_folder(model))
+    refuse_taken(out)
+    with importing():
+        from finetune.export.text_model import write_text_model
+
+    with waiting(f"writing the text model of {model}, and comparing it with the whole model"):
+        text = write_text_model(model, out, revision)
+    say(
+        f"Written to {out}: a {text.model_type} model of {text.num_parameters:,} parameters, "
+        f"{format_bytes(text.num_bytes)}"
+    )
+    say(f"Left out of the {text.whole_type} model: {text.num_left_out:,} parameters of its encoders.")
+    say(f"Reloaded by transformers alone, against the whole model: {text.difference}")
+    place = out.expanduser() if out.is_absolute() or str(out).startswith("~") else f"./{out}"
+    say(f"Next: finetune train model={shlex.quote(str(place))} data=chats.jsonl")
+
+
 def push(
     source: Annotated[
         Path,

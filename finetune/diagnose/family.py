@@ -44,7 +44,7 @@ from finetune.engine.supported import unsupported_reason
 from finetune.errors import FinetuneError, ModelError, RunFailedError, first_line
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.logs import waiting
-from finetune.model.base import longrope_boundary, prepare_base, read_model_config
+from finetune.model.base import longrope_boundary, prepare_base, read_model_config, read_whole_config
 from finetune.model.lora import add_lora
 from finetune.model.published import published_sizes
 from finetune.model.shrunken import random_model, shrunken_config
@@ -111,13 +111,10 @@ def find_family(name: str) -> tuple[Any, str]:
             f"--model {name} is neither a preset (`finetune config list`), a model type of transformers, a folder, a "
             f"config.json, nor a hub id. {hint or 'Give one of these.'}"
         )
-    config: Any = read_model_config(section)
-    if hasattr(config, "text_config"):
-        raise ModelError(
-            f"{name} is a {config.model_type} model, which consists of several models. A proof needs a single "
-            f"stack of layers. Its text model has the type {config.text_config.model_type}: give a config.json with "
-            "its keys, or this model type."
-        )
+    whole = read_whole_config(section)
+    config: Any = read_model_config(section, takes_text_model=True)
+    if config.model_type != whole.model_type:
+        source += f"; its text model, of the type {config.model_type}"
     return config, source
 
 

@@ -111,12 +111,12 @@ def write_merged(
     weights: Any = files.pop(_WEIGHTS)
     name, tied, num_bytes = str(target).removeprefix("torch."), is_tied(model), weights.num_bytes
     with new_folder(out, num_bytes) as writer:
-        for file, content in [*files.items(), *_sharded(weights).items()]:
+        for file, content in [*files.items(), *sharded(weights).items()]:
             writer.write(file, content)
         del model, weights, files, content  # the reload needs the memory
-        report, logits = _reload(writer.path, unanswered)
+        report, logits = reload_plainly(writer.path, unanswered)
         rendered = [[vector.text, vector.token_ids] for vector in unanswered if vector.turns is not None]
-        _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, rendered=rendered)
+        refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, rendered=rendered)
         difference = compare_logits(logits, tuned, base)
         refuse_far(difference, name, most_difference)
         digests: dict[str, Any] = {
@@ -245,7 +245,7 @@ def _refuse_foreign_code(model: Any) -> None:
         )
 
 
-def _sharded(weights: TensorFile) -> dict[str, Chunks]:
+def sharded(weights: TensorFile) -> dict[str, Chunks]:
     """Split a large model into files with an index, as transformers does; a small model is one file."""
     split = split_state_dict_into_shards_factory(
         dict(weights.tensors),
@@ -263,8 +263,14 @@ def _sharded(weights: TensorFile) -> dict[str, Chunks]:
     return files
 
 
-def _reload(folder: Path, unanswered: Sequence[Vector]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Load the folder in another process, by transformers alone. Returns its report and its logits."""
+def reload_plainly(
+    folder: Path, unanswered: Sequence[Vector], model: str = "merged model"
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Load the folder in another process, by transformers alone. Returns its report and its logits.
+
+    Raises:
+        RunFailedError: it cannot be loaded. `model` names the model in the message.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         request, report, logits = (Path(scratch, name) for name in ("request.json", "report.json", "logits"))
         prompts = [vector.token_ids for vector in unanswered]
@@ -278,22 +284,26 @@ def _reload(folder: Path, unanswered: Sequence[Vector]) -> tuple[dict[str, Any],
             reason = last_line(process.stderr) or f"exit code {process.returncode}"
             if os.strerror(errno.ENOSPC) in reason:
                 raise RunFailedError(
-                    f"the merged model could not be compared: {reason}. The logits are written to {scratch}, where "
+                    f"the {model} could not be compared: {reason}. The logits are written to {scratch}, where "
                     f"{format_bytes(shutil.disk_usage(scratch).free)} are free. Make room there, or set TMPDIR to a "
-                    "folder on another disk. The merged model was removed again."
+                    "folder on another disk. It was removed again."
                 )
             raise RunFailedError(
-                f"the merged model was written, but transformers alone cannot load it: {reason}. It was removed again."
+                f"the {model} was written, but transformers alone cannot load it: {reason}. It was removed again."
             )
         return json.loads(report.read_text()), read_tensors(logits)[0]["logits"]
 
 
-def _refuse_other(report: Mapping[str, Any], **expected: Any) -> None:
-    """Compare what the other process found with what was written."""
+def refuse_other(report: Mapping[str, Any], model: str = "merged model", /, **expected: Any) -> None:
+    """Compare what the other process found with what was written.
+
+    Raises:
+        RunFailedError: they differ. `model` names the model in the message.
+    """
     wrong = [f"{name} is {report[name]}, expected {value}" for name, value in expected.items() if report[name] != value]
     if wrong:
         raise RunFailedError(
-            f"the merged model does not load the way it was written: {'; '.join(wrong)}. It was removed again."
+            f"the {model} does not load the way it was written: {'; '.join(wrong)}. It was removed again."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,13 +99,26 @@ def prepare_base(model: Any) -> None:
         learn_family(model)
 
 
-def read_model_config(section: ModelSection) -> PretrainedConfig:
-    """Read the architecture from `model.config`, or from the model itself.
+def read_model_config(section: ModelSection, *, takes_text_model: bool = False) -> PretrainedConfig:
+    """Read the architecture from `model.config`, or from the model itself, as `causal_config` says."""
+    from transformers import AutoModelForCausalLM
 
-    Raises:
-        ModelError: not a causal language model.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    config = read_whole_config(section)
+    is_plain = type(config) in AutoModelForCausalLM._model_mapping and not config.sub_configs
+    if not is_plain and not section.trust_remote_code:
+        from finetune.model.text_models import causal_config
+
+        config = causal_config(config, section.path, takes_text_model=takes_text_model)
+    if getattr(config, "layer_types", None) and getattr(config, "sliding_window", 0) is None:
+        from finetune.model.missing_window import refuse_missing_window
+
+        refuse_missing_window(config, str(section.path or config.model_type))
+    return config
+
+
+def read_whole_config(section: ModelSection) -> PretrainedConfig:
+    """Read the architecture, with that of encoders beside the text model. Raises ModelError: it cannot be trained."""
+    from transformers import AutoConfig
 
     if section.config is not None:
         keys = dict(section.config)
@@ -113,30 +126,15 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
         refuse_oversized(keys, str(section.path or "model.config"))
         if (model_type := keys.pop("model_type", None)) is None:
             raise ModelError("model.config has no model_type. Add one, for example model_type: phi3.")
-        config = load_part(section, lambda: AutoConfig.for_model(model_type, **keys))
-    else:
-        where = locate_model(section)
-        keys = read_config_json(section, where)
-        refuse_unsupported(keys, section.path or where)
-        if (copy := describe_split_copy(keys, section.path or where)) is not None:
-            _log.warning("%s", copy)
-        config = load_part(
-            section,
-            lambda: AutoConfig.from_pretrained(
-                where, revision=section.revision, trust_remote_code=section.trust_remote_code
-            ),
-            where=where,
-        )
-    if type(config) not in AutoModelForCausalLM._model_mapping and not section.trust_remote_code:
-        raise ModelError(
-            f"{section.path or model_type} is a {config.model_type} model, which transformers does not know as a "
-            "causal language model. Give one that predicts the next token, for example microsoft/phi-4."
-        )
-    if getattr(config, "layer_types", None) and getattr(config, "sliding_window", 0) is None:
-        from finetune.model.missing_window import refuse_missing_window
-
-        refuse_missing_window(config, str(section.path or config.model_type))
-    return config
+        return load_part(section, lambda: AutoConfig.for_model(model_type, **keys))
+    where = locate_model(section)
+    keys = read_config_json(section, where)
+    refuse_unsupported(keys, section.path or where)
+    if (copy := describe_split_copy(keys, section.path or where)) is not None:
+        _log.warning("%s", copy)
+    read: Callable[..., PretrainedConfig] = AutoConfig.from_pretrained
+    trusts = section.trust_remote_code
+    return load_part(section, lambda: read(where, revision=section.revision, trust_remote_code=trusts), where=where)
 
 
 def count_parameters(model: Any) -> tuple[int, int]:

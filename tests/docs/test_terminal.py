@@ -67,7 +67,7 @@ def test_the_exit_codes_are_those_of_the_code():
     assert table == {0, EXIT_BUG, EXIT_INTERRUPTED} | errors
 
 
-FORMATS = ("gguf", "lora", "ollama", "onnx", "vllm", "smallest")
+FORMATS = ("gguf", "lora", "ollama", "onnx", "vllm", "smallest", "text")
 ACTS = {"help", "init", "train", "sweep", "chat", "merge", "push", "watch", "report", "receipt"}
 ACTS |= {"recipes copy", "config schema", *(f"export {name}" for name in FORMATS)}
 """Commands whose output is no data, or is nothing but JSON."""

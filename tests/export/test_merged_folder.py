@@ -310,7 +310,7 @@ def test_a_full_disk_and_a_missing_source_are_told_apart(tmp_path):
 def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(run, tmp_path, monkeypatch):
     """The other process answers from the files: a tensor written wrongly shows in its logits."""
     (tmp_path / "out").mkdir()
-    reload = merging._reload
+    reload = merging.reload_plainly
 
     def spoilt(folder, *rest):
         tensors = load_file(folder / "model.safetensors")
@@ -318,7 +318,7 @@ def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return reload(folder, *rest)
 
-    monkeypatch.setattr(merging, "_reload", spoilt)
+    monkeypatch.setattr(merging, "reload_plainly", spoilt)
     done = run_finetune("merge", run.folder.path, tmp_path / "out", code=3)
     assert "does not answer like base and adapter" in done.stdout
     assert list(tmp_path.rglob("*")) == [tmp_path / "out"], "the empty folder that was there"
@@ -329,7 +329,7 @@ def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
     torn = shutil.copytree(merged.folder, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 100)
     with pytest.raises(RunFailedError, match=r"transformers alone cannot load it: .+ It was removed again"):
-        merging._reload(torn, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
+        merging.reload_plainly(torn, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
 
 
 def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):
@@ -376,4 +376,4 @@ def test_it_is_for_one_process(run, tmp_path):
 def test_a_full_temporary_folder_is_not_taken_for_a_broken_model(tmp_path):
     full = subprocess.CompletedProcess([], 1, "", "SafetensorError: I/O error: No space left on device (os error 28)")
     with patch("subprocess.run", return_value=full), pytest.raises(RunFailedError, match="or set TMPDIR to a folder"):
-        merging._reload(tmp_path, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
+        merging.reload_plainly(tmp_path, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
