@@ -44,7 +44,7 @@ from finetune.engine.supported import unsupported_reason
 from finetune.errors import FinetuneError, ModelError, RunFailedError, first_line
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.logs import waiting
-from finetune.model.base import longrope_boundary, prepare_base, read_model_config, read_whole_config
+from finetune.model.base import longrope_boundary, prepare_base, read_model_config
 from finetune.model.lora import add_lora
 from finetune.model.published import published_sizes
 from finetune.model.shrunken import random_model, shrunken_config
@@ -111,11 +111,7 @@ def find_family(name: str) -> tuple[Any, str]:
             f"--model {name} is neither a preset (`finetune config list`), a model type of transformers, a folder, a "
             f"config.json, nor a hub id. {hint or 'Give one of these.'}"
         )
-    whole = read_whole_config(section)
-    config: Any = read_model_config(section, takes_text_model=True)
-    if config.model_type != whole.model_type:
-        source += f"; its text model, of the type {config.model_type}"
-    return config, source
+    return read_model_config(section, takes_text_model=True), source
 
 
 def _cached_folder(hub_id: str) -> str | None:

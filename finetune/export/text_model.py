@@ -57,24 +57,17 @@ def write_text_model(path: str, out: Path, revision: str | None = None) -> TextM
     model = _text_model_of(whole, path)
     tokenizer = build_tokenizer(section)
     stops = set_stop_and_pad_ids(model, tokenizer)
-    model.config.tie_word_embeddings = is_tied(model)  # the whole model's configuration decides it there
+    tied = model.config.tie_word_embeddings = is_tied(model)  # the whole model's configuration decides it there
     prompts = prompts_to_ask(tokenizer, model, None)
     expected = logits_in_fp32(whole, [prompt.token_ids for prompt in prompts])
-    counts = count_parameters(model)[1], count_parameters(whole)[1]
     types = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()})
-    tied = is_tied(model)
+    whole_type, model_type = whole.config.model_type, model.config.model_type
+    num_whole, num_parameters = count_parameters(whole)[1], count_parameters(model)[1]
     model.generation_config._from_model_config = False  # or transformers would make it anew
     files = {**encode_full_model(model), **encode_tokenizer(tokenizer)}
     weights: Any = files.pop("model.safetensors")
-    written = TextModel(
-        whole_type=whole.config.model_type,
-        model_type=model.config.model_type,
-        num_parameters=counts[0],
-        num_left_out=counts[1] - counts[0],
-        num_bytes=weights.num_bytes,
-        difference=compare_logits(expected, expected),
-    )
-    with new_folder(out, written.num_bytes) as writer:
+    num_bytes = weights.num_bytes
+    with new_folder(out, num_bytes) as writer:
         for name, content in [*files.items(), *sharded(weights).items()]:
             writer.write(name, content)
         del whole, model, weights, files, content  # the other process needs the memory
@@ -84,13 +77,17 @@ def write_text_model(path: str, out: Path, revision: str | None = None) -> TextM
         if not difference.relative <= _MOST_DIFFERENCE:  # also for not a number
             raise RunFailedError(
                 f"the text model does not compute what the whole model computes for text: {difference}; expected a "
-                f"relative difference of at most {_MOST_DIFFERENCE:g}. It was removed again: do not train it."
+                f"relative difference of at most {_MOST_DIFFERENCE:g}. It was removed again. Train another model."
             )
-    return written._replace(difference=difference)
+    return TextModel(whole_type, model_type, num_parameters, num_whole - num_parameters, num_bytes, difference)
 
 
 def _load_whole(section: ModelSection) -> Any:
-    """Load the model with its encoders, on the CPU and in the type of its weights."""
+    """Load the model with its encoders, on the CPU and in the type of its weights.
+
+    Raises:
+        ModelError: it has no encoders, its weights are quantized or incomplete, or it cannot be loaded.
+    """
     from transformers import AutoModelForImageTextToText
 
     classes: Any = AutoModelForImageTextToText
@@ -131,7 +128,13 @@ def _load_whole(section: ModelSection) -> Any:
 
 
 def _text_model_of(whole: Any, name: str) -> Any:
-    """Put the decoder and the output head of a model with encoders into transformers' class for the text alone."""
+    """Put the decoder and the output head of a model with encoders into transformers' class for the text alone.
+
+    Both models then share their weights.
+
+    Raises:
+        ModelError: transformers has no such class, or it has other parts.
+    """
     from transformers import AutoModelForCausalLM
 
     classes: Any = AutoModelForCausalLM
