@@ -32,7 +32,7 @@ def causal_config(config: PretrainedConfig, name: str | None, *, takes_text_mode
     text = text_config(config)
     own = classes.get(type(config), None)
     if own is not None and (text is None or own.config_class is not type(config)):
-        return config if text is None or type(text) not in classes else text
+        return config if text is None or type(text) not in classes else _with_facts_of_whole(text, config)
     if text is None:
         raise ModelError(
             f"{name or config.model_type} is a {config.model_type} model, which transformers does not know as a causal "
@@ -71,6 +71,17 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig | None:
             "predicts the next token, for example microsoft/phi-4."
         ) from error
     return None if text is config else text
+
+
+def _with_facts_of_whole(text: Any, config: Any) -> Any:
+    """Give a text model's configuration what only the whole's says: how weights are quantized, and which commit it is.
+
+    transformers copies the first too. Without it, quantized weights would be read as if they were not.
+    """
+    for name in ("quantization_config", "_commit_hash"):
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
+    return text
 
 
 def default_folder(name: str) -> str:

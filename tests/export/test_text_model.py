@@ -81,9 +81,10 @@ def test_a_model_with_encoders_is_refused_with_the_command_that_writes_its_text_
 
 
 def test_where_transformers_leaves_the_encoders_out_the_text_model_is_read() -> None:
-    section = ModelSection(config={"model_type": "qwen3_5", **WHOLE["qwen3_5"]})
-    assert read_model_config(section).model_type == "qwen3_5_text"
-    assert read_model_config(section).hidden_size == SIZES["hidden_size"]
+    keys = {"model_type": "qwen3_5", **WHOLE["qwen3_5"], "quantization_config": {"quant_method": "fp8"}}
+    config = read_model_config(ModelSection(config=keys))
+    assert (config.model_type, config.hidden_size) == ("qwen3_5_text", SIZES["hidden_size"])
+    assert config.quantization_config == {"quant_method": "fp8"}, "or weights are read as if they were not quantized"
 
 
 @pytest.mark.parametrize(
