@@ -515,8 +515,7 @@ def text_command(
         Path | None,
         typer.Argument(
             metavar="[OUT]",
-            help="The folder to write. It must not exist, or be empty. Default: here, with the name of the model and "
-            "-text.",
+            help="The folder to write. It must not exist, or be empty. Default: ./NAME-text for OWNER/NAME.",
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="The branch, tag or commit at the hub.")] = None,

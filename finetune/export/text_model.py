@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ from finetune.export.merge import is_tied, refuse_other, reload_plainly, sharded
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.vectors import LogitDifference, compare_logits, prompts_to_ask
-from finetune.model.base import count_parameters, read_whole_config
+from finetune.model.base import count_parameters, read_whole_config, refuse_what_cannot_fit
 from finetune.model.from_hub import load_part, locate_model
-from finetune.model.text_models import text_config
+from finetune.model.text_models import causal_config, text_config
 from finetune.model.tokens import build_tokenizer, set_stop_and_pad_ids
 from finetune.runs.model_files import encode_full_model, encode_tokenizer
 
@@ -34,13 +35,13 @@ class TextModel(NamedTuple):
     """Parameters of the encoders, which only images and sound reach."""
     num_bytes: int
     difference: LogitDifference
-    """Between the logits of the folder, loaded by transformers alone, and those of the whole model."""
+    """How far the logits of the written folder, loaded by transformers alone, are from those of the whole model."""
 
 
 def write_text_model(path: str, out: Path, revision: str | None = None) -> TextModel:
     """Write the text model of a model with encoders, then load it and compare it with the whole model.
 
-    If anything fails, `out` stays as it was.
+    Nothing is left in `out` after an error.
 
     Args:
         path: the hub id or folder of the whole model.
@@ -86,18 +87,19 @@ def _load_whole(section: ModelSection) -> Any:
     """Load the model with its encoders, on the CPU and in the type of its weights.
 
     Raises:
-        ModelError: it has no encoders, its weights are quantized or incomplete, or it cannot be loaded.
+        ModelError: it has no encoders or no causal text model, its weights are quantized, incomplete or too large for
+            this machine, or it cannot be loaded.
     """
     from transformers import AutoModelForImageTextToText
 
     classes: Any = AutoModelForImageTextToText
-    where, config = locate_model(section), read_whole_config(section)
-    text = text_config(config)
-    if text is None:
+    where, config, name = locate_model(section), read_whole_config(section), shlex.quote(str(section.path))
+    if text_config(config) is None:
         raise ModelError(
             f"{section.path} is a {config.model_type} model, which has no text model beside encoders. Train it as it "
-            f"is: finetune train model={section.path}."
+            f"is: finetune train model={name}."
         )
+    text = causal_config(config, section, takes_text_model=True)
     if type(config) not in classes._model_mapping:
         raise ModelError(
             f"{section.path} is a {config.model_type} model, which transformers does not read as a model of images and "
@@ -108,6 +110,7 @@ def _load_whole(section: ModelSection) -> Any:
             f"the weights of {section.path} are quantized. Give the model in 16 bits, which has another name at the "
             "hub: often the same with BF16."
         )
+    refuse_what_cannot_fit(section, text)
     whole, info = load_part(
         section,
         lambda: classes.from_pretrained(
@@ -133,23 +136,21 @@ def _text_model_of(whole: Any, name: str) -> Any:
     Both models then share their weights.
 
     Raises:
-        ModelError: transformers has no such class, or it has other parts.
+        ModelError: the class for the text alone has other parts.
     """
     from transformers import AutoModelForCausalLM
 
-    classes: Any = AutoModelForCausalLM
-    text = text_config(whole.config)
-    if type(text) in classes._model_mapping:
-        with torch.device("meta"):
-            model = classes.from_config(text)
-        decoder, head = whole.get_decoder(), whole.get_output_embeddings()
-        if type(decoder) is type(model.get_decoder()) and head is not None:
-            setattr(model, model.base_model_prefix, decoder)
-            model.set_output_embeddings(head)
-            model.generation_config = whole.generation_config
-            if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-                return model.eval()
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(whole.config.get_text_config())
+    decoder, head = whole.get_decoder(), whole.get_output_embeddings()
+    if type(decoder) is type(model.get_decoder()) and head is not None:
+        setattr(model, model.base_model_prefix, decoder)
+        model.set_output_embeddings(head)
+        model.generation_config = whole.generation_config
+        if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            return model.eval()
     raise ModelError(
-        f"the text model of {name} ({getattr(text, 'model_type', 'unknown')}) has no class of its own in transformers "
-        "for text alone. Give a model that predicts the next token, for example microsoft/phi-4."
+        f"the text model of {name} ({model.config.model_type}) has other parts than transformers' class for the text "
+        "alone. Give a model that predicts the next token, for example microsoft/phi-4."
     )

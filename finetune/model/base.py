@@ -49,7 +49,7 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
     auto: Any = AutoModelForCausalLM
     config = read_model_config(section)
     if "quantization_config" not in arguments:
-        _refuse_what_cannot_fit(section, config)
+        refuse_what_cannot_fit(section, config)
     # config.json may name a kernel of the hub, which is code.
     asks_for_kernel = "/" in str(getattr(config, "_attn_implementation", None))
     if section.attention != "auto" or asks_for_kernel:
@@ -100,7 +100,7 @@ def prepare_base(model: Any) -> None:
 
 
 def read_model_config(section: ModelSection, *, takes_text_model: bool = False) -> PretrainedConfig:
-    """Read the architecture from `model.config`, or from the model itself, as `causal_config` says."""
+    """Read the architecture from `model.config` or the model itself. For argument and errors see `causal_config`."""
     from transformers import AutoModelForCausalLM
 
     config = read_whole_config(section)
@@ -108,7 +108,7 @@ def read_model_config(section: ModelSection, *, takes_text_model: bool = False) 
     if not is_plain and not section.trust_remote_code:
         from finetune.model.text_models import causal_config
 
-        config = causal_config(config, section.path, takes_text_model=takes_text_model)
+        config = causal_config(config, section, takes_text_model=takes_text_model)
     if getattr(config, "layer_types", None) and getattr(config, "sliding_window", 0) is None:
         from finetune.model.missing_window import refuse_missing_window
 
@@ -117,7 +117,7 @@ def read_model_config(section: ModelSection, *, takes_text_model: bool = False) 
 
 
 def read_whole_config(section: ModelSection) -> PretrainedConfig:
-    """Read the architecture, with that of encoders beside the text model. Raises ModelError: it cannot be trained."""
+    """Read the architecture of all parts, encoders included. Raises ModelError: the model is known not to work."""
     from transformers import AutoConfig
 
     if section.config is not None:
@@ -240,7 +240,7 @@ def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) ->
     return names.get(frozenset(weight.get_dtype() for weight in weights.values()), "auto")
 
 
-def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> None:
+def refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> None:
     """Refuse a model with more weights than this machine has memory for, by its sizes alone."""
     from transformers import AutoModelForCausalLM
 

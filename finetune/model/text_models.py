@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,50 +11,54 @@ from finetune.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from finetune.config.schema import ModelSection
 
-def causal_config(config: PretrainedConfig, name: str | None, *, takes_text_model: bool) -> PretrainedConfig:
-    """Return the configuration of the causal language model that transformers makes of a configuration.
+_ANOTHER = "Give a model that predicts the next token, for example microsoft/phi-4."
 
-    For some types, such as qwen3_5, transformers leaves the encoders out by itself. For others, such as gemma3, it
-    keeps them, and then the adapter would have names that only the whole model has. Their text model has to be written
-    to a folder of its own first.
+
+def causal_config(config: PretrainedConfig, section: ModelSection, *, takes_text_model: bool) -> PretrainedConfig:
+    """Return the configuration of the causal language model in a model that may have encoders.
+
+    transformers drops the encoders of some types, such as qwen3_5, when it loads a causal language model. It keeps
+    those of others, such as gemma3. An adapter trained there would have names that only the whole model has, so these
+    are refused until their text model is in a folder of its own.
 
     Args:
         config: of any type.
-        name: the folder or hub id of the model, for messages; None: the keys are in `model.config`.
-        takes_text_model: return the configuration of the text model for those others too. Its weights are not loaded.
+        section: names the model in messages.
+        takes_text_model: return the configuration of the text model instead of refusing. Set it if no weights are read.
 
     Raises:
-        ModelError: there is no causal language model in it, or its text model is not in a folder of its own.
+        ModelError: there is no causal language model in it, or only beside encoders that transformers keeps.
     """
     from transformers import AutoModelForCausalLM
 
     classes: Any = AutoModelForCausalLM._model_mapping
-    text = text_config(config)
-    own = classes.get(type(config), None)
+    text, own = text_config(config), classes.get(type(config), None)
     if own is not None and (text is None or own.config_class is not type(config)):
         return config if text is None or type(text) not in classes else _with_facts_of_whole(text, config)
+    name = section.path or config.model_type
     if text is None:
         raise ModelError(
-            f"{name or config.model_type} is a {config.model_type} model, which transformers does not know as a causal "
-            "language model. Give one that predicts the next token, for example microsoft/phi-4."
+            f"{name} is a {config.model_type} model, which transformers does not know as a causal language model. "
+            f"{_ANOTHER}"
         )
     if type(text) not in classes:
         raise ModelError(
-            f"{name or config.model_type} is a {config.model_type} model, and transformers does not know its text "
-            f"model ({text.model_type}) as a causal language model. Give one that predicts the next token, for "
-            "example microsoft/phi-4."
+            f"{name} is a {config.model_type} model, and transformers does not know its text model "
+            f"({text.model_type}) as a causal language model. {_ANOTHER}"
         )
     if takes_text_model:
         return text
-    if name is None:
-        advice = f"Give the keys of its text model, whose type is {text.model_type}"
-    else:
-        out = default_folder(name)
-        advice = f"Write its text model to a folder once: finetune export text {name} {out}. Then set model=./{out}"
+    advice = f"Give the keys of its text model, whose type is {text.model_type}"
+    if section.path is not None:
+        revision = f" --revision {section.revision}" if section.revision else ""
+        model, out = shlex.quote(section.path), shlex.quote(default_folder(section.path))
+        advice = f"Write its text model to a folder once: finetune export text {model} {out}{revision}. "
+        advice += f"Then set model=./{out}"
     raise ModelError(
-        f"{name or 'model.config'} is a {config.model_type} model, which reads images or sound as well as text. "
-        f"finetune trains text models alone. {advice}."
+        f"{section.path or 'model.config'} is a {config.model_type} model, which reads images or sound as well as "
+        f"text. finetune trains text models alone. {advice}."
     )
 
 
@@ -67,16 +72,15 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig | None:
         text: PretrainedConfig = config.get_text_config()
     except ValueError as error:
         raise ModelError(
-            f"a {config.model_type} model has several text models, so it is no causal language model. Give one that "
-            "predicts the next token, for example microsoft/phi-4."
+            f"a {config.model_type} model has several text models, so it is no causal language model. {_ANOTHER}"
         ) from error
     return None if text is config else text
 
 
 def _with_facts_of_whole(text: Any, config: Any) -> Any:
-    """Give a text model's configuration what only the whole's says: how weights are quantized, and which commit it is.
+    """Copy to a text model's configuration what only the whole's has: the quantization of the weights, and the commit.
 
-    transformers copies the first too. Without it, quantized weights would be read as if they were not.
+    transformers copies the quantization too. Without it, quantized weights would be read as plain ones.
     """
     for name in ("quantization_config", "_commit_hash"):
         if (value := getattr(config, name, None)) is not None:
