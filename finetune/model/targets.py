@@ -41,7 +41,9 @@ def resolve_targets(
     linear = linear_layers(model)
     if wish == "auto":
         chosen = set(linear)
-        in_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)  # one tensor over all experts
+        # All experts together are one tensor of three dimensions. So is the weight of a convolution.
+        layers_but_conv = (layer for layer in model.modules() if not isinstance(layer, nn.Conv1d))
+        in_experts = sum(p.numel() for layer in layers_but_conv for p in layer.parameters(False) if p.ndim == 3)
         if in_experts:
             _log.info("lora.target_modules=auto leaves the experts as they are: %s parameters", f"{in_experts:,}")
     else:
@@ -133,8 +135,7 @@ def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     layers = dict(model.named_modules())
-    adapted = [layers[name] for name in _names_of(targets, layers)]
-    return bool(adapted) and all(isinstance(layer, Conv1D) for layer in adapted)
+    return {isinstance(layers[name], Conv1D) for name in _names_of(targets, layers)} == {True}
 
 
 def refuse_ranks_that_cannot_fit(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -169,8 +170,7 @@ def parameters_of_adapter(config: Any, model: PreTrainedModel) -> int:
 
 def highest_rank(config: Any) -> int:
     """Return the highest rank of any layer that a configuration of PEFT's describes."""
-    ranks: list[int] = [config.r, *(config.rank_pattern or {}).values()]
-    return max(ranks)
+    return int(max([config.r, *(config.rank_pattern or {}).values()]))
 
 
 def _returns_product(layer: Any) -> bool:

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from transformers import Lfm2Config
 
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import pad
@@ -13,7 +14,7 @@ from finetune.engine.loss import cross_entropy_per_target
 from finetune.model.base import build_base_model, route_by_score
 from finetune.model.lora import add_lora, without_adapter
 from tests.model.variants import VARIANTS
-from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
+from tests.tiny_models import SIZES, build_tiny, tiny_examples, tiny_phi3_config
 
 MOE = VARIANTS["Phi-3.5-MoE"]
 
@@ -54,6 +55,15 @@ def test_a_built_model_routes_by_score_and_the_adapter_leaves_router_and_experts
     assert torch.equal(first, second)
     first.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for n, p in adapted.named_parameters() if n in trained)
+
+
+def test_the_weights_of_a_convolution_are_not_called_experts(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = SIZES | {"num_key_value_heads": 2, "vocab_size": 64}
+    model = build_tiny(Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
+    assert any(isinstance(layer, torch.nn.Conv1d) for layer in model.modules())
+    with caplog.at_level(logging.INFO, "finetune"):
+        add_lora(model, LoraSection(r=2))
+    assert "experts" not in caplog.text
 
 
 def test_a_dense_model_has_nothing_to_route() -> None:
