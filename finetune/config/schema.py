@@ -675,14 +675,14 @@ class PreferenceSection(Section):
 class GrpoSection(Section):
     """Learning from rewards (`training.objective=grpo`); docs/methods.md has the formulas. The keys are TRL's."""
 
-    loss_type: UpdateKey[Literal["dapo", "grpo", "dr_grpo", "bnpo"]] = "dapo"
-    """What a token weighs: dapo, bnpo: tokens count alike; grpo: answers do; dr_grpo: as tokens of longest answers."""
+    loss_type: UpdateKey[Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]] = "dapo"
+    """Tokens count alike (dapo, bnpo, cispo), answers do (grpo), or tokens count as in the longest answer (dr_grpo)."""
     scale_rewards: UpdateKey[Literal["group", "batch", "none"]] = "group"
     """Divide advantages by the standard deviation of the group's rewards, of the whole batch's, or not at all."""
     epsilon: UpdateKey[PositiveFloat] = 0.2
     """The ratio of new to old probability has no gradient below 1 - epsilon where it should fall further."""
     epsilon_high: UpdateKey[PositiveFloat | None] = None
-    """The same above 1 + epsilon_high where the ratio should rise further; null: `epsilon`."""
+    """The same above 1 + epsilon_high where it should rise further (cispo: it keeps this weight); null: `epsilon`."""
     importance_sampling_level: UpdateKey[Literal["token", "sequence"]] = "token"
     """A ratio for each token, or one for each answer (GSPO)."""
     beta: UpdateKey[NonNegativeFloat] = 0.0

@@ -472,6 +472,8 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             if ours in ("dpo", "kto") and source.objective is None:
                 return {"training.objective": ours}, ""
             return {}, OFF if value == "nll" or ours == source.objective is not None else OUR_NAME[name]
+        case "epsilon_high" if source.first("loss_type") == "cispo":  # TRL's is the largest ratio itself
+            return {"grpo.epsilon_high": round(value - 1, 9)}, ""
         case "beta" | "loss_type" if source.facts.generates_answers:
             return {f"grpo.{name}": value}, ""
         case "beta" if not source.facts.learns_answers:

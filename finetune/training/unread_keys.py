@@ -197,6 +197,8 @@ def find_unread_keys(
         is_of_prompts = config.objective.generates_answers and key == "validation.num_samples"
         if key in _OF_ANSWERS and not has_metrics and not is_of_prompts:
             why = "validations have no metrics"
+        elif key == "grpo.epsilon" and config.grpo.loss_type == "cispo" and config.grpo.epsilon_high is not None:
+            why = "grpo.loss_type is cispo, which reads grpo.epsilon_high"
         elif world_size == 1 and key in _OF_SEVERAL_PROCESSES:
             why = "one process trains alone"
         if why:

@@ -386,6 +386,15 @@ def test_learning_from_rewards_is_translated(text, prompts):
     assert "use_bias_correction_kl" not in translated("other.yaml")
 
 
+def test_the_largest_ratio_of_cispo_is_written_as_its_distance_from_1():
+    written = "num_generations: 4\nlearning_rate: 1.0e-5\nepsilon_high: {}\nloss_type: {}\n"
+    for theirs, loss_type, ours in ((5.0, "cispo", 4.0), (1.28, "cispo", 0.28), (0.28, "dapo", 0.28)):
+        Path("other.yaml").write_text(written.format(theirs, loss_type), encoding="utf-8")
+        Path("mine.yaml").write_text(translated("other.yaml"), encoding="utf-8")
+        grpo = accepted("mine.yaml").grpo
+        assert (grpo.loss_type, grpo.epsilon_high) == (loss_type, ours)
+
+
 @pytest.mark.parametrize(("accumulation", "prompts"), [(1, 2), (2, 4)])
 def test_the_answers_of_a_batch_of_trl_become_prompts(accumulation, prompts):
     written = (

@@ -81,6 +81,17 @@ def test_keys_of_rewards_are_named_with_the_key_that_they_need(caplog: pytest.Lo
     assert warnings(caplog, [*words, "rollout.server=http://localhost:8000"]) == [message.replace(without_server, "")]
 
 
+def test_the_lower_bound_of_the_ratio_is_named_where_cispo_reads_the_upper_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = ["task=finetune_grpo", "reward.functions=length", "grpo.num_iterations=2", "grpo.loss_type=cispo"]
+    assert warnings(caplog, [*words, "grpo.epsilon=0.3"]) == []
+    [message] = warnings(caplog, [*words, "grpo.epsilon=0.3", "grpo.epsilon_high=4"])
+    assert message.endswith(
+        "grpo.epsilon=0.3 (overrides), because grpo.loss_type is cispo, which reads grpo.epsilon_high"
+    )
+
+
 def missing(caplog: pytest.LogCaptureFixture, words: list[str], **splits: object) -> list[str]:
     caplog.clear()
     config = load_config([*WORDS, *words])

@@ -2,8 +2,8 @@
 
 `GroupLoss` is a function of log-probabilities. GRPO: Shao et al., 2024, arXiv:2402.03300, equations 3 and 4. DAPO: Yu
 et al., 2025, arXiv:2503.14476, equation 8. Dr. GRPO: Liu et al., 2025, arXiv:2503.20783, section 3.2. GSPO, with a
-ratio for each answer: Zheng et al., 2025, arXiv:2507.18071, equation 5. BNPO and all names and defaults: TRL 1.16,
-`GRPOConfig`.
+ratio for each answer: Zheng et al., 2025, arXiv:2507.18071, equation 5. CISPO: MiniMax, 2025, arXiv:2506.13585,
+section 3.1, without a lower bound. BNPO and all names and defaults: TRL 1.16, `GRPOConfig`.
 
 For micro-batches of answers, the engine computes the prompt of a group once. The reference is the base: the same model
 with its adapter switched off.
@@ -115,8 +115,12 @@ class GroupLoss:
             log_ratio = (summed / num_tokens.clamp(min=1))[row]
         ratio = log_ratio.exp()
         low, high = 1 - section.epsilon, 1 + (section.epsilon_high or section.epsilon)
-        losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-        is_clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+        if section.loss_type == "cispo":  # a token beyond the bound keeps its gradient, with the bound as its weight
+            low, losses = 0.0, ratio.detach().clamp(max=high) * advantages * tokens.nats
+            is_clipped = (ratio > high) & (advantages != 0)
+        else:
+            losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+            is_clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
         divergence = torch.full((), math.nan, dtype=torch.float64, device=losses.device)
         if section.beta and tokens.reference is not None:
             above = tokens.nats - tokens.reference

@@ -68,7 +68,7 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
 
-TYPES = ("dapo", "grpo", "dr_grpo", "bnpo")
+TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo")
 CASES = [
     *(Case(name, "token", 0.04, temperature=0.7, is_later=True) for name in TYPES),
     *(Case(name, "sequence", 0.0, temperature=0.7, is_later=True) for name in TYPES),
@@ -171,7 +171,7 @@ def of_trl(case):
         importance_sampling_level=case.level,
         beta=case.beta,
         epsilon_low=0.1,
-        epsilon_high=0.1 if case.epsilon_high is None else case.epsilon_high,
+        epsilon_high=(0.1 if case.epsilon_high is None else case.epsilon_high) + (case.loss_type == "cispo"),
         max_completion_length=LONGEST,
         current_gradient_accumulation_steps=1,
         top_entropy_quantile=1.0,
@@ -232,6 +232,9 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, way):
         assert figures["kl"] > 1e-2
     else:
         assert math.isnan(figures["kl"])
+    if case.loss_type == "cispo":  # TRL counts the answers with a positive advantage alone
+        assert figures["clipped"] > metrics["cispo_clip_ratio"] - 1e-6 > 0
+        return
     if case.level == "token":  # of answers, TRL counts answers and this package their tokens
         assert figures["clipped"] == pytest.approx(metrics["clip_ratio/region_mean"])
     assert [metrics[f"clip_ratio/{side}_mean"] > 0 for side in ("low", "high")] == [case.is_later] * 2
@@ -307,6 +310,19 @@ def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens_ratios():
     assert figures[1] == 1
 
 
+def test_cispo_caps_the_weight_of_a_token_and_keeps_its_gradient():
+    now = torch.tensor([1.0, 0.2, 1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([1.5, 2.0, 1.0, 1.0], dtype=torch.float64)  # ratios: e^0.5, e^1.8, 1, e^-2
+    advantages = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    tokens = GroupNats(now, old, None, torch.tensor([0, 1, 0, 0]), advantages)
+    section = GrpoSection(loss_type="cispo", epsilon_high=0.5)
+    total, figures = GroupLoss(section, LONGEST, turns=1)(tokens)
+    total.backward()
+    assert now.grad.tolist() == pytest.approx([2 * 1.5, -1.5, 2.0, 2 * math.exp(-2)]), "no lower bound"
+    assert figures[1] == 2
+    assert float(figures[4]) == pytest.approx(1.5 + 1.5 + 1 + math.exp(-2))
+
+
 def test_the_divergence_from_the_base_is_added_for_each_token():
     nats, reference = torch.tensor([[2.0, 1.0], [1.0, 1.5]], dtype=torch.float64)
     tokens = GroupNats(nats, None, reference, torch.tensor([0, 0]), torch.zeros(1, dtype=torch.float64))
@@ -319,7 +335,7 @@ def test_the_divergence_from_the_base_is_added_for_each_token():
 
 def test_tokens_are_divided_by_what_the_loss_type_says():
     found = {name: GroupLoss(GrpoSection(loss_type=name), 100).denominator(8, 50) for name in TYPES}
-    assert found == {"dapo": 50, "grpo": 8, "dr_grpo": 800, "bnpo": 50}
+    assert found == {"dapo": 50, "grpo": 8, "dr_grpo": 800, "bnpo": 50, "cispo": 50}
     assert GroupLoss(GrpoSection(), 100).denominator(8, 0) == 1
 
 
