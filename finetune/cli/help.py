@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from finetune.config.compose import DEFAULT_TASK, compose
 from finetune.config.config_files import shipped_folder
-from finetune.config.key_advice import did_you_mean, did_you_mean_key, expected
+from finetune.config.key_advice import did_you_mean, did_you_mean_key, expected, named_elsewhere
 from finetune.config.keys import fields, values
 from finetune.config.listing import list_configs
 from finetune.config.objectives import OBJECTIVES
@@ -33,6 +33,26 @@ _NEEDED = {"finetune_grpo": " reward.functions=exact_match", "finetune_new_token
 """An example of what the command of a task needs beside a model and rows."""
 _NARROW = 70
 """The meanings of keys do not get a column of their own in a terminal of fewer columns."""
+OTHER_WORDS = {
+    "out of memory": "oom vram gpu_memory",
+    "learning rate": "lr",
+    "two GPUs": "multi_gpu multigpu",
+    "bf16": "mixed_precision amp half_precision",
+    "nf4": "4bit 4_bit int4 bnb",
+    "w8a8": "int8",
+    "macOS": "mac osx macbook",
+    "rewards": "ppo rl rlhf rlvr reinforcement_learning",
+    "sweep": "hyperparameter hyperparameters hparams grid_search optuna",
+    "forgetting": "catastrophic_forgetting",
+    "held out": "overfitting overfit",
+    "same bytes": "reproducibility reproducible determinism deterministic",
+    "report": "plot chart dashboard",
+    "finetune plan": "eta duration how_long",
+    "notebook": "jupyter colab ipynb",
+    "conversation": "multi_turn multiturn",
+    "metrics": "rouge f1",
+}
+"""What people search for beside the words of the documentation."""
 _MOST_FOUND = 10
 """How many keys and pages a search shows."""
 
@@ -82,7 +102,9 @@ def _explain_file(word: str) -> bool:
         if word in dict(choices):
             say(f"{group}={word}: {dict(choices)[word]}\nIts keys: finetune config show {group}={word}")
             return True
-    if not {"_", "."}.isdisjoint(word) and (hint := did_you_mean_key(word)):  # other words resemble a command
+    is_known = word in _other_words() or named_elsewhere(word)
+    # Words without these resemble a command.
+    if not is_known and not {"_", "."}.isdisjoint(word) and (hint := did_you_mean_key(word)):
         raise ConfigError(f"{word}: there is no command, task or key of this name. {hint}")
     return False
 
@@ -90,18 +112,38 @@ def _explain_file(word: str) -> bool:
 def search(words: Sequence[str]) -> bool:
     """List the keys, config files and pages that have these words side by side, or else all of them.
 
-    Return whether there are any.
+    For a word of other tools, list the key or what to do instead first. Return whether there is anything.
     """
+    phrase = " ".join(words)
+    name = re.sub(r"[\s-]+", "_", phrase.lower())
+    ours = _other_words().get(name, "")
+    elsewhere = "" if any(key.endswith(f".{name}") for key in fields()) else named_elsewhere(name)
+    if ours:
+        say(f'{phrase}: searched for "{ours}" instead.')
+        words = [ours]
     found = _find(" ".join(words).split()) or _find(*(word.split() for word in words))
+    if elsewhere in fields():
+        others = [entry for entry in found.pop("Keys", []) if entry[0] != elsewhere]
+        found = {"Keys": [(elsewhere, _meaning(elsewhere)), *others][:_MOST_FOUND], **found}
+    elif elsewhere:
+        say(f"{phrase}: {elsewhere}")
     for title, entries in found.items():
         say(title)
         for name, text in entries:
             say(f"  {name:<33} {text}", indent=" " * 36)
-    return bool(found)
+    return bool(found or elsewhere)
+
+
+def _other_words() -> dict[str, str]:
+    """Map what people search for to the words of the documentation."""
+    return {name: ours for ours, names in OTHER_WORDS.items() for name in names.split()}
 
 
 def _find(*phrases: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return what has all of these phrases, under the titles of the search. Pages with a phrase in their title lead."""
+    """Return what has all of these phrases, under the titles of the search.
+
+    Keys with the phrases in their name and pages with them in their title lead.
+    """
     joined = [r"[\s_-]+".join(map(re.escape, phrase)) for phrase in phrases]
     patterns = [re.compile(rf"(?<![a-z]){phrase}s?(?![a-z])", re.IGNORECASE) for phrase in joined]
 
@@ -114,7 +156,7 @@ def _find(*phrases: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
     counts = {page: (count(titles[page]) > 0, count(text)) for page, text in pages.items()}
     ranked = sorted((page for page in pages if counts[page][1]), key=counts.__getitem__, reverse=True)[:_MOST_FOUND]
     files = [(f"{group}={name}", text) for group, choices in list_configs().items() for name, text in choices]
-    keys = [(key, _meaning(key)) for key in fields()]
+    keys = [(key, _meaning(key)) for key in sorted(fields(), key=lambda key: not count(key))]
     found = {
         "Keys": [(key, text) for key, text in keys if count(f"{key} {text}")][:_MOST_FOUND],
         "Models, rows, tasks and runs": [(name, text) for name, text in files if count(f"{name} {text}")],

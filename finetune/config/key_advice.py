@@ -127,6 +127,11 @@ def advise_on_run_file(name: str, *, exists: bool, override: str) -> str:
     return f"For rows write data={name}, for a model model={name}." if exists else ""
 
 
+def named_elsewhere(name: str) -> str:
+    """Return the key that other tools, or people, call by this name, or what to do instead. Empty if it is unknown."""
+    return OUR_NAME.get(name) or _MEANING.get(name, "")
+
+
 def did_you_mean_key(dotted: str) -> str:
     """Suggest a key in place of an unknown one, or say what to do instead.
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from finetune.cli.help import OTHER_WORDS, search
 from finetune.cli.overrides import config_from_overrides
 from finetune.config.compose import as_overrides, compose
 from finetune.config.schema import DataSection
@@ -147,7 +148,14 @@ def test_json_of_another_tool_is_no_file_of_rows(tmp_path, monkeypatch, file, is
         ("help Qwen3", 0, ["Models, rows, tasks and runs", "model=qwen3_4b", "models.md"]),
         ("help loar", 2, ["no command, task, key or page has this name. Did you mean lora?"]),
         ("version", 2, ["Did you mean '--version'?"]),
-        ("help lora_r", 2, ["Did you mean lora.r?"]),
+        ("help lora_r", 0, ["Keys\n  lora.r "]),
+        ("help OOM", 0, ['OOM: searched for "out of memory" instead.', "troubleshooting.md"]),
+        ("help mixed-precision", 0, ["Keys\n  training.precision "]),
+        ("help epochs", 0, ["Keys\n  training.num_epochs "]),
+        ("help max_seq_length", 0, ["Keys\n  data.max_length "]),
+        ("help gradient accumulation", 0, ["gradient accumulation: Set training.global_batch_size", "Pages in"]),
+        ("help packing", 0, ["Keys\n  training.packing "]),
+        ("help flash_attn", 0, ["flash_attn: Nothing to set"]),
         ("help phi4", 0, ["model=phi4: Phi-4", "finetune config show model=phi4"]),
         ("help list", 2, ["Did you mean 'runs'?"]),
         ("help predict", 2, ["Did you mean 'generate'?"]),
@@ -216,3 +224,12 @@ def test_values_that_are_refused(typed, said):
     with pytest.raises(ConfigError) as caught:
         compose(typed.split(), complete=False)
     assert said in str(caught.value)
+
+
+def test_a_search_for_other_words_finds_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    for ours, words in OTHER_WORDS.items():
+        for word in words.split():
+            assert search([word.replace("_", " ")])
+            printed = capsys.readouterr().out
+            assert f'searched for "{ours}" instead' in printed
+            assert "Pages in" in printed, ours
