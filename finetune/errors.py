@@ -59,6 +59,8 @@ class FinetuneError(Exception):
     exit_code: int = 2
     is_reported_elsewhere: bool = False
     """Another rank ends with the same error and prints it."""
+    saves_first: bool = False
+    """All ranks end between two steps, so the loop saves a checkpoint before it raises this error."""
 
 
 class ConfigError(FinetuneError):
@@ -98,7 +100,9 @@ class RequirementError(FinetuneError):
 
 
 class NoRowsError(RunFailedError):
-    """The rows of the next step cannot be had, for a reason outside of the run. The loop saves a checkpoint first."""
+    """The rows of the next step cannot be had, for a reason outside of the run."""
+
+    saves_first = True
 
     def __init__(self, message: str, *, is_preempted: bool = False) -> None:
         super().__init__(message)

@@ -76,7 +76,7 @@ def evaluate(
     Raises:
         FinetuneError: see its subclasses in `finetune.errors`.
     """
-    from finetune.config.own_functions import resolve_functions
+    from finetune.config.own_functions import METRIC_PARAMETERS, refuse_uncallable, resolve_functions
     from finetune.config.python_values import overrides_of
     from finetune.inference.answers import METRICS
     from finetune.inference.finished_run import find_run
@@ -94,6 +94,8 @@ def evaluate(
     own = metrics if isinstance(metrics, Mapping) else {}
     if "loss" in own:  # each evaluation has the verdict on the loss by this name
         raise ConfigError("metrics has loss, a name that finetune uses itself. Choose another name.")
+    for name, metric in own.items():
+        refuse_uncallable(metric, f"metrics[{name!r}]", METRIC_PARAMETERS)
     split = _choose_rows(found, split, given, suites)
     names = [] if split == "none" else [*found.config.testing.metrics, *([] if own else given)]
     functions = {**resolve_functions(names, METRICS, asked_by="--metric"), **own}
@@ -148,7 +150,7 @@ def evaluate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate as the options say: print the measures, and write them to a file if one is named."""
-    from finetune.config.own_functions import resolve_functions, split_functions_in_files
+    from finetune.config.own_functions import METRIC_PARAMETERS, resolve_functions, split_functions_in_files
     from finetune.inference.answers import METRICS
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
@@ -200,7 +202,8 @@ def evaluate_command(
     split = _choose_rows(run, split, metric or [], suite or [])
     own, files = split_functions_in_files(metric or [], "--metric")
     names = [] if split == "none" else [*run.config.testing.metrics, *own]
-    metrics = resolve_functions(names, METRICS, [*(metrics_from or []), *files], asked_by="--metric")
+    allowed = [*(metrics_from or []), *files]
+    metrics = resolve_functions(names, METRICS, allowed, asked_by="--metric", parameters=METRIC_PARAMETERS)
     suites = read_suites(suite or [])
     comparable = [*([] if split == "none" else ["loss"]), *metrics, *(each.metric for each in suites)]
     limits = _read_limits(fail_if_worse or [], comparable)

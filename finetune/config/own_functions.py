@@ -38,6 +38,7 @@ def resolve_functions(
     allowed_modules: Sequence[str] = (),
     *,
     asked_by: str,
+    parameters: str = "",
     awaits: bool = False,
 ) -> dict[str, Function]:
     """Look up functions by name. Imports a module only if it is allowed. The functions of a file share its globals.
@@ -48,11 +49,12 @@ def resolve_functions(
         allowed_modules: the modules that dotted names may refer to, or the paths of their files; from the command line
             only.
         asked_by: the option or key that names the functions; `…s-from` or `…_from` allows modules.
+        parameters: what a function of the user's is called with, see `refuse_uncallable`; empty if that is not known.
         awaits: whether the caller awaits a coroutine that a function returns.
 
     Raises:
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function;
-            or an `async def` that nobody awaits.
+            an `async def` that nobody awaits; or a function that takes other parameters.
     """
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
     import_file = cache(_import_file)
@@ -64,7 +66,39 @@ def resolve_functions(
             f"{asked_by} is {name}, which is an async def: its call returns a coroutine, and no result. Name a def "
             f"that ends in return asyncio.run({name.rpartition('.')[2]}(...))."
         )
+    for name in functions.keys() - known.keys() if parameters else ():
+        refuse_uncallable(functions[name], f"{asked_by} is {name}", parameters)
     return functions
+
+
+METRIC_PARAMETERS = "answer, expected"
+
+
+def refuse_uncallable(function: Callable[..., Any], given: str, parameters: str) -> None:
+    """Raise ConfigError for a function that cannot be called with its arguments, long before its first call.
+
+    Args:
+        function: a function of the user's.
+        given: how the user gave it: `--metric is scores.bleu`.
+        parameters: `answer, expected` are given by position. With `**columns` at the end, those before it are given by
+            name, and so are the columns of the rows, so that the function may require others.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Python does not know that of every function
+        return
+    *names, last = parameters.split(", ")
+    try:
+        if last == "**columns":
+            signature.bind_partial(**dict.fromkeys(names))
+        else:
+            signature.bind(*names, last)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"{given}, which takes {signature}, but it is called with ({parameters}): {error}. Define it as "
+            f"def {name}({parameters})."
+        ) from None
 
 
 def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[str], list[str]]:

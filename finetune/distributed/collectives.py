@@ -117,17 +117,19 @@ class Collectives:
             if error is not None:
                 raise error
             return
-        code = error.exit_code if isinstance(error, FinetuneError) else 1
-        own_failure = (self.context.rank, code, f"{type(error).__name__}: {error}")
+        code, saves_first = (error.exit_code, error.saves_first) if isinstance(error, FinetuneError) else (1, False)
+        own_failure = (self.context.rank, code, f"{type(error).__name__}: {error}", saves_first)
         with self._liveness.collective(f"agree on {during}"):
             failed = [entry for entry in gather_object([None if error is None else own_failure]) if entry is not None]
         if not failed:
             return
-        rank, code, text = failed[0]
+        rank, code, text, _ = failed[0]
         if error is None:
-            raise PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
-        if isinstance(error, FinetuneError):
+            error = PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
+        elif isinstance(error, FinetuneError):
             error.is_reported_elsewhere = own_failure != failed[0] and own_failure[2] == text
+        if isinstance(error, FinetuneError):
+            error.saves_first = all(each[-1] for each in failed)
         raise error
 
     @contextmanager

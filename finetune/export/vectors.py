@@ -30,7 +30,7 @@ from finetune.inference.decoding import Decoding, generate_answers
 from finetune.limits import read_regular
 from finetune.model.base import max_context
 from finetune.runs.durable import MANIFEST, FolderWriter, describe_os_error
-from finetune.runs.tensors import digest_tensor, each_tensor
+from finetune.runs.tensors import digest_tensor, open_tensors
 from finetune.runs.verification import OPTIMIZER_FILE
 
 MOST_DIFFERENCE = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1.25e-1}
@@ -403,10 +403,10 @@ def digest_weight_files(folder: Path) -> dict[str, str]:
     Raises:
         CheckpointError: a file is not a safetensors file.
     """
-    digests = {}
+    digests: dict[str, str] = {}
     for path in sorted(set(folder.glob("*.safetensors")) - {folder / OPTIMIZER_FILE}):
-        for name, tensor in each_tensor(path):
-            digests[name] = digest_tensor(tensor)
+        with open_tensors(path) as file:
+            digests |= {name: digest_tensor(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     return dict(sorted(digests.items()))
 
 

@@ -12,6 +12,7 @@ from finetune.inference.decoding import Decoding, count_unended, generate_answer
 from finetune.inference.evaluation import Dialogues, measured_values
 from finetune.inference.scores import mean_metrics
 from finetune.inference.subset_scores import values_in_subset
+from finetune.own_calls import saving_first
 from finetune.runs.metrics import subset_key
 from finetune.units import counted
 
@@ -37,7 +38,7 @@ def measure_answers(
         The means by name, of all rows and of each subset (`subset_key`); None if a rank was asked to stop meanwhile.
 
     Raises:
-        DataError: on all ranks, if a user's own metric failed.
+        DataError: a user's own metric failed; PeerFailedError on the other ranks. The loop saves the steps first.
     """
     decoding = Decoding.greedy(model, tokenizer, max_new_tokens)
     ids = answer_unless_stopped(runtime, model, dialogue.prompts, decoding, batch_size=batch_size)
@@ -52,7 +53,8 @@ def measure_answers(
                     "Validation: %d of %s did not end within %d tokens (validation.max_new_tokens)",
                     *(num_unended, counted(len(ids), "answer"), max_new_tokens),
                 )
-            measured = measured_values(metrics, answers, dialogue.expected)
+            with saving_first():
+                measured = measured_values(metrics, answers, dialogue.expected)
             means = mean_metrics(measured)
             for subset in dict.fromkeys(dialogue.subsets):
                 means_of_subset = mean_metrics(values_in_subset(measured, dialogue.subsets, subset))

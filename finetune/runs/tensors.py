@@ -115,24 +115,9 @@ class TensorFile:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read the tensors of a file to the host, and its metadata.
-
-    Raises:
-        CheckpointError: the file is missing or is not a safetensors file.
-    """
-    with _opened(path) as file:
+    """Read the tensors of a file to the host, and its metadata. Raises CheckpointError as `open_tensors` does."""
+    with open_tensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-
-
-def each_tensor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the tensors of a file to the host, one after the other.
-
-    Raises:
-        CheckpointError: the file is missing or is not a safetensors file.
-    """
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
@@ -147,7 +132,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file to read its tensors to the host; CheckpointError if it is missing or no safetensors file."""
     try:
         open_regular(path, follows_links=True).close()  # the library opens the path itself, and would wait for a FIFO
         with safe_open(path, framework="pt", device="cpu") as file:

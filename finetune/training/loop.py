@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from finetune.errors import NoRowsError, RunFailedError
+from finetune.errors import FinetuneError, NoRowsError, RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.signals import end_steps
 from finetune.training.cadence import Cadence, StopRules
@@ -45,6 +45,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
 
     Raises:
         NoRowsError: on every rank, after saving: the rows of the next step cannot be had.
+        DataError: on every rank, after saving: a metric or a reward function failed.
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
@@ -69,10 +70,10 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                     state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
                     if end is not None:
                         break
-        except NoRowsError as error:
-            if state.step > first_step and not state.is_due:
+        except FinetuneError as error:
+            if error.saves_first and state.step > first_step and not state.is_due:
                 state = _saved(state, run)
-            if not error.is_preempted:
+            if not (isinstance(error, NoRowsError) and error.is_preempted):
                 raise
             end = "preempted"
     return LoopEnd(state, end)

@@ -60,6 +60,10 @@ def check_own_code(
             f"{argument} applies to the objective sft only. Remove one of the two."
         )
     if metrics:
+        from finetune.config.own_functions import METRIC_PARAMETERS, refuse_uncallable
+
+        for name, metric in metrics.items():
+            refuse_uncallable(metric, f"metrics[{name!r}]", METRIC_PARAMETERS)
         own = {*OF_EVERY_VALIDATION, *METRICS, FORGOTTEN, "model", "perplexity"}
         if others := [name for name in metrics if not isinstance(name, str) or not name]:
             raise ConfigError(f'metrics has the name {others[0]!r}; expected text: metrics={{"name": function}}.')

@@ -117,10 +117,11 @@ def check_metrics(
         )
     metrics = dict(given)
     if names:
-        from finetune.config.own_functions import resolve_functions
+        from finetune.config.own_functions import METRIC_PARAMETERS, resolve_functions
         from finetune.inference.answers import METRICS
 
-        named = resolve_functions(names, METRICS, config.validation.metrics_from, asked_by="validation.metrics")
+        allowed, asked_by = config.validation.metrics_from, "validation.metrics"
+        named = resolve_functions(names, METRICS, allowed, asked_by=asked_by, parameters=METRIC_PARAMETERS)
         metrics = named | metrics
     check_criteria(config, measured, metrics)
     return metrics

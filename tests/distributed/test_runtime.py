@@ -130,14 +130,16 @@ def test_of_several_failing_ranks_the_first_is_named_and_equal_errors_are_report
             Collectives(liveness).agree(error, "reading")
         return raised.value
 
-    bad_row, bad_disk = (0, 2, "DataError: row 7"), (1, 4, "RunFailedError: the disk is full")
+    bad_row, bad_disk = (0, 2, "DataError: row 7", True), (1, 4, "RunFailedError: the disk is full", False)
     peer = agree(None, None, bad_disk)
     assert (str(peer), peer.exit_code) == ("rank 1 failed during reading: RunFailedError: the disk is full", 4)
+    assert [agree(None, *ranks).saves_first for ranks in ([bad_row], [bad_row, bad_disk], [bad_disk])] == [1, 0, 0]
+    assert not agree(DataError("row 7"), bad_row).saves_first, "all ranks that fail must agree"
     assert str(agree(None, bad_row, bad_disk)).startswith("rank 0 failed during reading: DataError: row 7")
     assert agree(DataError("row 7"), bad_row, bad_disk).is_reported_elsewhere
     assert not agree(DataError("row 8"), bad_row, None).is_reported_elsewhere
     assert not agree(DataError("row 7"), None, None).is_reported_elsewhere, "this rank is the first"
-    assert own[-1] == (2, DataError.exit_code, "DataError: row 7")
+    assert own[-1] == (2, DataError.exit_code, "DataError: row 7", False)
 
 
 def test_the_guardian_of_one_process_learns_the_phase_without_a_time_limit(monkeypatch):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.config.compose import compose
-from finetune.errors import PreemptedError, RunFailedError
+from finetune.errors import DataError, PreemptedError, RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.signals import Terminated, begin_steps, stops_after_step
 from finetune.training.cadence import Cadence, StopRules
@@ -49,6 +49,8 @@ class Recorder:
         return SimpleNamespace(names=lambda: [f"rows.jsonl:{step}", "rows.jsonl:99"], name_broken=lambda: broken)
 
     def validate(self, state):
+        if error := self._happens_at.get("fails_at", {}).get(state.step):
+            raise error
         if self._is_now("cut_short_at", state.step):
             return None
         self.did.append(("validate", state.step))
@@ -355,3 +357,20 @@ def test_a_loader_without_encoded_rows_names_none():
     setup = SimpleNamespace(config=compose([], complete=False), runtime=None)
     rows = StepRows(setup, SimpleNamespace(), compute=None, step=1)
     assert (rows.names(), rows.name_broken()) == ([], "")
+
+
+@pytest.mark.parametrize("saves_first", [True, False])
+def test_a_validation_that_fails_loses_no_step_if_the_error_says_so(saves_first):
+    error = DataError("the metric fails")
+    error.saves_first = saves_first
+    recorder = Recorder(steps_per_epoch=9, losses={2: 1.0, 4: 1.0}, fails_at={4: error})
+    with pytest.raises(DataError, match="the metric fails"):
+        run(cadence(steps_per_epoch=9, num_steps=9, validate_every=2), recorder=recorder)
+    assert (recorder.steps_of("train"), recorder.steps_of("save")) == ([1, 2, 3, 4], [4] if saves_first else [])
+    if saves_first:
+        state = recorder.saved[4]
+        assert (state.step, state.validated_step) == (4, 2)
+        again, _ = run(
+            cadence(steps_per_epoch=9, num_steps=9, validate_every=2), state=state, losses=dict.fromkeys(range(10), 1.0)
+        )
+        assert again.did[0] == ("validate", 4), "the resumed run owes the validation"

@@ -41,7 +41,7 @@ from tests.in_process import run_script
 from tests.launches import run_command, run_launched
 from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config
 from tests.tiny_training import losses, record
-from tests.training.own_code import ROWS, length, smoothed
+from tests.training.own_code import ROWS, SHORT, length, smoothed
 
 SCRIPT = Path(__file__).with_name("own_code.py")
 SETTINGS = {"training.max_steps": 2, "training.batch_size": 8, "testing.num_samples": 0, "training.device": "cpu"}
@@ -801,6 +801,11 @@ class WithHook:
             ({"metrics": {name: length}}, f"metrics has {name}, a name that finetune uses itself", [])
             for name in ("exact_match", "step", "model", "loss/long", "forgotten")
         ),
+        (
+            {"metrics": {"own": len}},
+            r"metrics\['own'\], which takes \(obj, /\), but it is called with \(answer, exp",
+            [],
+        ),
         ({"metrics": {1: length}}, "metrics has the name 1; expected text", []),
         ({"loss": "focal"}, "loss is 'focal'; expected a function", []),
         ({"loss": torch.nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss. Give an object", []),
@@ -930,3 +935,25 @@ def test_methods_of_other_trainers_are_refused():
 
     with pytest.raises(ConfigError, match="Mine defines compute_loss, which this trainer does not call: give loss="):
         Mine(None, None, None, None, None)
+
+
+@pytest.mark.slow
+@pytest.mark.warm
+def test_a_metric_that_fails_loses_no_step_on_any_rank(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def brittle(answer, expected): return 1 / 0\n")
+    words = [sys.executable, "-m", "finetune", "train", "model=phi_tiny", "data=orders", "task=finetune_lora", *SHORT]
+    words += [f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}", "parallel.num_processes=2"]
+    words += [f"validation.metrics={file}:brittle", "validation.validate_every=2", "training.batch_size=4"]
+    done = run_command(words)
+    assert done.returncode == 2, done.stdout
+    assert "DataError: the metric own.brittle failed on the answer" in done.stdout
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000002"]
+    file.write_text("def brittle(answer, expected): return 0.5\n")
+    again = run_command([*words, "resume=auto", "resume.allow=validation.metrics"])
+    assert again.returncode == 0, again.stdout
+    events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["own.brittle"]) for each in events if each["event"] == "validation"] == [
+        (2, 0.5),
+        (4, 0.5),
+    ]

@@ -21,9 +21,10 @@ from finetune.data.turns import Turn, text_turn
 from finetune.data.values import quote
 from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
-from finetune.exits import without_exit
 from finetune.inference.answers import exact_match, json_equal, json_valid, token_f1
+from finetune.own_calls import without_exit
 from finetune.signals import Terminated, received_stop_signal
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, RewardSection
@@ -64,6 +65,7 @@ RewardFunction = Callable[..., Any]
 each completion; None where a completion has no reward. As in TRL, prompt and completion are lists of turns where the
 row has turns, and text where it has text."""
 
+_PARAMETERS = "prompts, completions, completion_ids, expected, **columns"
 _THINKS_FIRST = re.compile(r"\s*<think>(?!.*<think>).*?</think>\s*\S.*", flags=re.DOTALL)
 
 
@@ -144,7 +146,7 @@ class Rewards:
         """Import the user's own functions.
 
         Raises:
-            ConfigError: a name is unknown or not allowed, or it is no function.
+            ConfigError: a name is unknown or not allowed, or it is no function that takes what rewards are called with.
         """
         self._own  # noqa: B018  # looked up here
 
@@ -153,7 +155,9 @@ class Rewards:
         section = self._config.reward
         known: dict[str, RewardFunction] = built_in_functions(section, longest=1)
         names = [name for name in self.names if name not in self._scores]
-        return resolve_functions(names, known, section.functions_from, asked_by="reward.functions")
+        return resolve_functions(
+            names, known, section.functions_from, asked_by="reward.functions", parameters=_PARAMETERS
+        )
 
     @property
     def metrics(self) -> dict[str, str]:
@@ -220,7 +224,7 @@ class Rewards:
         values = self._in_time(name, arguments, answers)
         is_list = isinstance(values, Sequence) and not isinstance(values, str)
         if not is_list or len(values) != len(answers):
-            actual = f"{len(values)} values" if is_list else quote(values)
+            actual = counted(len(values), "value") if is_list else quote(values)
             raise DataError(
                 f"the reward function {name} returned {actual} for {len(answers)} answers; expected a list with one "
                 "number, or None, for each."

@@ -25,6 +25,7 @@ from finetune.errors import CheckpointError
 from finetune.inference.decoding import Decoding, sample_answers
 from finetune.inference.sampling import Sampling
 from finetune.model.base import evaluation_mode, longrope_boundary
+from finetune.own_calls import saving_first
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, unusable_rollout, write_rollout
 from finetune.training.rewards.conversations import Draw, GeneratedConversation, SingleAnswers, is_generated
@@ -499,7 +500,7 @@ def reward_on_main(
 ) -> list[list[float]]:
     """Reward all answers or conversations on the main process, so that a function sees them together. Collective.
 
-    `rows` has the row of each answer. If a function fails, its DataError is raised on all ranks.
+    `rows` has the row of each answer. If a function fails, all ranks end, after saving the steps before.
     """
     values: list[list[float]] = []
     with setup.runtime.collectives.failing_together("rewarding answers"):
@@ -507,5 +508,6 @@ def reward_on_main(
             stops = stops_of(setup)
             given = [prompts.answer(row, each, stops) for row, each in zip(rows, answers, strict=True)]
             record = "" if setup.journal is None else str(setup.journal.folder.record_file)
-            values = rewards(given, deadline=partial(setup.runtime.liveness.deadline, record=record))
+            with saving_first():
+                values = rewards(given, deadline=partial(setup.runtime.liveness.deadline, record=record))
     return setup.runtime.collectives.broadcast_from_main(values)

@@ -55,7 +55,7 @@ def edits(prompts, completions, cases, **columns):
     for prompt in prompts: prompt[0]["content"] += "!"
     return [len(each.pop()) + len(each) for each in cases]
 def returns_nothing(completions, **columns): return None
-def takes_no_columns(completions): return [1.0] * len(completions)
+def needs_a_column(completions, cases, **columns): return [1.0] * len(completions)
 def hangs(completions, **columns):
     waits.wait()
     return [0.0] * len(completions)
@@ -187,7 +187,7 @@ def test_a_function_of_trl_is_called_as_trl_calls_it():
         ("fails", r"failed on 3 answers, the first to rows.jsonl:1: ZeroDivisionError\('division by zero'\)"),
         ("leaves", r"failed on 3 answers, the first to rows.jsonl:1: SystemExit\(3\)"),
         ("interrupts", r"failed on 3 answers, .*: RuntimeError\('it raised KeyboardInterrupt'\)\. Correct it"),
-        ("takes_no_columns", "failed on 3 answers.*TypeError.*unexpected keyword argument"),
+        ("needs_a_column", "failed on 3 answers.*TypeError.*missing 1 required positional argument: 'cases'"),
         ("returns_nan", r"gave nan for the answer 'bb' to rows.jsonl:2; expected a number below 1e\+100 in size, or N"),
         ("returns_huge", "gave 10+… for the answer 'bb' to rows.jsonl:2"),
         ("returns_large", r"gave 1e\+300 for the answer 'a' to rows.jsonl:1"),

@@ -292,6 +292,23 @@ def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_after
 
 
 @pytest.mark.slow
+def test_a_function_that_fails_loses_no_step(inputs, tmp_path):
+    file, run = tmp_path / "brittle.py", tmp_path / "run"
+    source = "calls = []\ndef solves(completion_ids, **columns):\n    calls.append(1)\n"
+    source += "    return [sum(ids) % 7 / DIVISOR for ids in completion_ids]\n"
+    file.write_text(source.replace("DIVISOR", "(4 - len(calls))"))
+    asked = words(inputs, run, f"reward.functions={file}:solves", "reward.pattern=null", "resume=auto")
+    with pytest.raises(DataError, match=r"the reward function brittle\.solves failed on .*: ZeroDivisionError"):
+        train_from_overrides(asked)
+    assert (run / "checkpoints" / "step-000003").is_dir(), "training.save_every is 2"
+    file.write_text(source.replace("DIVISOR", "3"))
+    with pytest.raises(CheckpointError, match=r"resume\.allow=\[?reward\.functions"):
+        train_from_overrides(asked)
+    train_from_overrides([*asked, "resume.allow=reward.functions"])
+    assert [row["step"] for row in curve(run)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
 def test_a_function_that_holds_the_interpreters_lock_is_ended_in_time(inputs, tmp_path):
     """No thread of the process runs meanwhile: neither a deadline in Python nor SIGTERM would end it."""
     # It waits for a lock of C that it has already, which no signal but SIGKILL ends, and takes no processor time.
