@@ -110,7 +110,7 @@ def verify(
         _refuse_other_file(out)
 
     with importing():
-        from finetune.export.certificate import keeps_certificate, path_of_certificate, write_certificate
+        from finetune.export.certificate import path_of_certificate, why_kept, write_certificate
         from finetune.export.verifying import refuse_differences, verify_folder, verify_run
         from finetune.export.vllm_served import InVllm
         from finetune.inference.vllm_server import VllmServer
@@ -121,6 +121,10 @@ def verify(
         refuse_unwritable("--out", path_of_certificate(beside, in_vllm=runtime == "vllm" or server is not None))
     if server is not None:
         VllmServer(server, patience_seconds=0)  # refuses an address with a password before anything is computed
+    if replay:
+        from finetune.replay.steps import replay_losses, steps_to_replay
+
+        steps_to_replay(source, settings or [])  # refuses a run that cannot be replayed, before others compute
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):
         if is_run:
@@ -136,19 +140,17 @@ def verify(
         else:
             verified = verify_folder(source, vectors=vectors, bound=max_difference, vllm=vllm)
     if replay:
-        from finetune.replay.steps import replay_losses
-
         verified = replace(verified, replay=replay_losses(source, replay, settings or []))
     file = out or path_of_certificate(verified.folder, in_vllm=vllm is not None)
     if not as_json:
         show_verified(verified)
-    is_kept = out is None and keeps_certificate(file, verified)
-    content = verified.as_record() if is_kept else write_certificate(file, verified)
+    kept = why_kept(file, verified) if out is None else ""
+    content = verified.as_record() if kept else write_certificate(file, verified)
     if as_json:
         print_json(content)
-    elif not is_kept:
+    elif not kept:
         say(f"Written: {shown_folder(file)}")
-    refuse_differences(verified, file, is_kept=is_kept)
+    refuse_differences(verified, file, kept=kept)
 
 
 def _refuse_other_file(out: Path) -> None:

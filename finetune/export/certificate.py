@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CheckpointError
-from finetune.export.served_comparison import ServedComparison, rows_of_checks
+from finetune.export.served_comparison import DEPEND_ON_BOUND, ServedComparison, rows_of_checks
 from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE, Vectors
 from finetune.limits import read_regular
 from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, find_damage, replace_file
@@ -95,21 +95,31 @@ def write_certificate(file: Path, verified: Verified) -> dict[str, Any]:
     return content
 
 
-def keeps_certificate(file: Path, verified: Verified) -> bool:
-    """Return whether an earlier certificate must stay, because only test vectors of other weights differ.
+def why_kept(file: Path, verified: Verified) -> str:
+    """Say why an earlier certificate must stay although something differs; empty if it is replaced.
 
-    The earlier one says `same`, and no file of the model has changed since.
+    The earlier one says `same`, and no file of the model has changed since. What differs is test vectors of other
+    weights, or only a narrower bound than that of the earlier one.
     """
+    comparison = verified.comparison
     is_refuted = verified.replay is not None and verified.replay.mismatches
-    if is_refuted or not (verified.has_other_vectors and verified.comparison.mismatches):
-        return False
+    if is_refuted or not comparison.mismatches:
+        return ""
     try:
         content = json.loads(read_regular(file))
         is_sound = content["verdict"] == "same" and content["manifest_sha256"] == _digest_manifest(verified.folder)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return False
+        is_narrower = comparison.bound < comparison.logits.most_relative <= content["bound"]
+        bounds = f"The bound is {comparison.bound:.3g}, and that of the earlier certificate {content['bound']:.3g}"
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return ""
     damage = [line for line in find_damage(verified.folder) if not line.startswith("README.md:")]  # you may edit it
-    return is_sound and not damage
+    if not is_sound or damage:
+        return ""
+    if verified.has_other_vectors:
+        return "They belong to another run or another checkpoint, or these weights were replaced"
+    if is_narrower and all(name in DEPEND_ON_BOUND for name, check in comparison.checks.items() if check.mismatches):
+        return bounds
+    return ""
 
 
 def read_certificates(folder: Path) -> str | None:
@@ -143,7 +153,7 @@ def _read_as_table(file: Path) -> str:
         return _as_table(content)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a certificate: {error}. {again}") from error
 
 

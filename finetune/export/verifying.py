@@ -228,18 +228,19 @@ def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequen
     return torch.cat(rows)
 
 
-def refuse_differences(verified: Verified, file: Path, *, is_kept: bool = False) -> None:
-    """Refuse a model other than the trained one. With `is_kept`, `file` is an earlier certificate.
+def refuse_differences(verified: Verified, file: Path, *, kept: str = "") -> None:
+    """Refuse a model other than the trained one. `kept` says why `file` is an earlier certificate, see `why_kept`.
 
     Raises:
         RunFailedError: names the first differences, and the certificate that lists all of them.
     """
-    if is_kept:
+    if kept:
+        what = f"{verified.source} has test vectors of other weights than {verified.folder}"
+        if not verified.has_other_vectors:
+            what = f"{verified.folder} differs from what was trained by more than --max-difference"
         raise RunFailedError(
-            f"{verified.source} has test vectors of other weights than {verified.folder}: "
-            f"{summarize_mismatches(verified.mismatches)}. They belong to another run or "
-            f"another checkpoint, or these weights were replaced. {file} was kept, which says that these weights are "
-            "those of the run. --out FILE writes this comparison."
+            f"{what}: {summarize_mismatches(verified.mismatches)}. {kept}. {file} was kept, which says that these "
+            "weights are those of the run. --out FILE writes this comparison."
         )
     if verified.mismatches:
         raise RunFailedError(

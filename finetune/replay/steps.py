@@ -163,11 +163,7 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
         CheckpointError: no step can be computed again, or the run has other rows or another device.
         ConfigError: this machine cannot compute what the run did.
     """
-    run = RecordedRun(path)
-    config = replay_config(run, overrides, is_partial=True)
-    losses = dict(finite(run.points("step", "loss")))
-    if not losses:
-        raise CheckpointError(f"{path} has no recorded step to replay. Name the folder of a run that has trained.")
+    run, config, losses = steps_to_replay(path, overrides)
     change = _last_change(run)
     with open_replay(run, config, run.folder.base) as replay:
         _refuse_other_rows(run, replay.trainer)
@@ -197,6 +193,19 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
         device=device,
         notes=tuple(notes),
     )
+
+
+def steps_to_replay(path: Path, overrides: Sequence[str] = ()) -> tuple[RecordedRun, Config, dict[int, float]]:
+    """Return a run, its configuration and its recorded losses by step, for `replay_losses`, which says what it raises.
+
+    Nothing is computed.
+    """
+    run = RecordedRun(path)
+    config = replay_config(run, overrides, is_partial=True)
+    losses = dict(finite(run.points("step", "loss")))
+    if not losses:
+        raise CheckpointError(f"{path} has no recorded step to replay. Name the folder of a run that has trained.")
+    return run, config, losses
 
 
 @contextmanager

@@ -243,6 +243,23 @@ def test_vectors_of_another_run_do_not_replace_a_sound_certificate(made, merged,
 
 
 @pytest.mark.process
+def test_a_bound_of_ones_own_does_not_replace_a_sound_certificate_and_a_changed_weight_does(merged):
+    run_finetune("verify", merged, code=0)
+    sound = certificate(merged)
+    done = run_finetune("verify", merged, "--max-difference", 0, code=3)
+    assert "differs from what was trained by more than --max-difference: " in done.errors
+    assert f"The bound is 0, and that of the earlier certificate {sound['bound']:.3g}. " in done.errors
+    assert certificate(merged) == sound
+    edit_json(merged / "certificate.json", bound=10**400)
+    run_finetune("verify", merged, "--max-difference", 0, code=3)
+    assert certificate(merged)["verdict"] == "differs", "the earlier one was no certificate"
+    run_finetune("verify", merged, code=0)
+    nudge(merged / "model.safetensors", WEIGHT)
+    run_finetune("verify", merged, "--max-difference", 0, code=3)
+    assert certificate(merged)["verdict"] == "differs"
+
+
+@pytest.mark.process
 def test_a_run_s_template_is_compared_with_the_one_that_trained_it(run):
     spoil_template(run / "adapter")
     rewrite_checksums(run / "adapter")
@@ -500,6 +517,11 @@ def test_what_vllm_does_not_serve_of_an_adapter_is_named(tmp_path, config, said)
 def test_a_certificate_of_other_files_or_of_a_difference_is_refused(made, merged):
     run_finetune("verify", merged)
     assert "## Certificate" in read_certificates(merged)
+    sound = certificate(merged)["bound"]
+    edit_json(merged / "certificate.json", bound=10**400)
+    with pytest.raises(CheckpointError, match="is not a certificate: int too large"):
+        read_certificates(merged)
+    edit_json(merged / "certificate.json", bound=sound)
     edit_json(merged / "config.json", note="changed since")
     rewrite_checksums(merged)
     done = run_finetune("push", merged, "me/orders", code=2)

@@ -122,6 +122,9 @@ def test_runs_that_no_longer_fit_and_other_folders_are_refused(trained, tmp_path
     done = run_finetune("verify", with_record(trained, tmp_path / "copy", device="cuda"), "--replay", "1")
     assert done.returncode == 2
     assert "drops tokens by random masks, which cuda draws differently from cpu" in done.errors
+    shutil.rmtree(tmp_path / "earlier/adapter")
+    done = run_finetune("verify", tmp_path / "earlier", "--replay", "1")
+    assert "run.json does not say after which step" in done.errors, "before the weights are looked at"
 
 
 def test_only_steps_after_the_last_change_that_a_step_reads_are_computed(trained, tmp_path):
