@@ -95,6 +95,8 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, na
     """
     import torch
 
+    from finetune.own_calls import without_exit
+
     error: Exception | None = None
     answers: set[str] = set()
     callbacks = [callback for callback in callbacks if hasattr(callback, name)]
@@ -107,7 +109,7 @@ def call_callbacks(runtime: Runtime, callbacks: Sequence[object], model: Any, na
         where = f"{type(callback).__name__}.{name}"
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores what the callback leaves behind
-                answer = getattr(callback, name)(result)
+                answer = without_exit(getattr(callback, name))(result)
         except Terminated:
             raise
         except (Exception, SystemExit) as raised:  # it is the user's own code

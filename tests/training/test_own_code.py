@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import signal
 import sys
 from functools import partial
@@ -279,6 +280,18 @@ def test_a_callback_that_returns_something_else_is_named(answer):
 
     with pytest.raises(RunFailedError, match=r'Answers\.on_step returned .*; expected None, "stop" or "save"'):
         call_callbacks(alone(agree), [Answers()], torch.nn.Linear(1, 1), "on_step", None)
+
+
+def test_a_callback_that_calls_os_exit_does_not_end_the_program_as_if_it_had_trained():
+    class Leaves:
+        def on_step(self, result):
+            os._exit(0)
+
+    def agree(error, _):
+        raise error
+
+    with pytest.raises(RunFailedError, match=r"Leaves\.on_step raised RuntimeError: it called os\._exit\(0\)"):
+        call_callbacks(alone(agree), [Leaves()], torch.nn.Linear(1, 1), "on_step", None)
 
 
 CHANGES = {
