@@ -1,4 +1,4 @@
-"""Read how much main memory this process may use: what the machine has, and the limits of its cgroups.
+"""Read how much main memory this process may use, and how often the kernel has killed a process for it.
 
 A container (`docker run --memory`, Kubernetes) and a batch system (`sbatch --mem`) limit the memory of a cgroup. When a
 process needs more, the kernel kills it. psutil and /proc/meminfo only know the machine.
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 _FILES = (
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -34,6 +32,8 @@ def read_main_memory(root: Path = Path("/sys/fs/cgroup"), membership: Path = Pat
     The page cache of a cgroup is available: the kernel takes it back before it kills a process. /proc/meminfo counts
     the page cache of the machine in the same way.
     """
+    import psutil
+
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     for folder in _cgroups(root, membership):
@@ -58,3 +58,11 @@ def _cgroups(root: Path, membership: Path) -> Iterator[Path]:
             mount = root / "memory" if controllers else root
             folder = mount / path.lstrip("/")
             yield from (each for each in (folder, *folder.parents) if each.is_relative_to(mount) and each.is_dir())
+
+
+def memory_kills() -> dict[str, int]:
+    """Return how often this kernel has killed a process for memory, by the id of its boot; empty if it does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return {boot: int(Path("/proc/vmstat").read_text(encoding="ascii").partition("\noom_kill ")[2].split()[0])}
+    return {}

@@ -20,8 +20,6 @@ SCHEMA_FILE = "config.schema.json"
 SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 TRAIN_WITH = "# Train it with: finetune train "
 """Begins the first line of a run file. The path of the file follows, and the overrides that a file may not have."""
-_MAX_ALIGNED = 60
-"""The comments of lines up to this length are aligned; a longer line is followed by its comment at once."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -43,14 +41,7 @@ _Dumper.add_representer(DottedName, lambda dumper, name: dumper.represent_scalar
 
 def resolved_yaml(config: Config) -> str:
     """Write every key with its value, as in a run's config.yaml. As a run file, the text gives an equal config."""
-    return "".join(f"{line}\n" for line, _ in _lines(config.model_dump()))
-
-
-def render_config(config: Config) -> str:
-    """Write the same with the origin of each value: file and line, `command line` or `default`."""
-    lines = list(_lines(config.model_dump()))
-    column = max(len(line) for line, _ in lines if len(line) <= _MAX_ALIGNED) + 2
-    return "".join(f"{line.ljust(column - 2)}  # {config.origin(key)}\n" if key else f"{line}\n" for line, key in lines)
+    return "".join(f"{line}\n" for line, _ in yaml_lines(config.model_dump()))
 
 
 def json_schema() -> dict[str, Any]:
@@ -79,14 +70,14 @@ def schema_text() -> str:
     return json.dumps(json_schema()) + "\n"
 
 
-def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def yaml_lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Yield each line of the YAML text with the dotted key of its value (empty if it opens a mapping)."""
     for name, value in values.items():
         key = (*above, name)
         start = f"{'  ' * len(above)}{inline_yaml(name)}:"
         if isinstance(value, Mapping) and value:
             yield start, ""
-            yield from _lines(value, key)
+            yield from yaml_lines(value, key)
         else:
             yield f"{start} {inline_yaml(value)}", ".".join(key)
 

@@ -17,12 +17,11 @@ from finetune.data.columns import (
     MEANINGS,
     find_columns,
     holds_something,
-    may_be_prompt,
     meaning_of,
     show_names,
 )
 from finetune.data.formats import OF_PROMPT, Format, Reads, detect_format, find_unread, parse_row
-from finetune.data.preference_formats import FORMATS_OF
+from finetune.data.preference_formats import FORMATS_OF, may_be_prompt
 from finetune.data.readers import SUFFIXES, JoinedRows, RawRow, RowSource
 from finetune.data.values import BadRowError
 from finetune.fallbacks import Fallback

@@ -5,7 +5,6 @@ Sources: the pages on data of TRL, LLaMA-Factory, axolotl, ms-swift, argilla and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -96,12 +95,6 @@ MEANINGS: Mapping[str, Meaning] = {
 """What each column means, by its name here. The last five are columns that no format reads."""
 _MAY_BE_UNREAD = (CONTEXT, TOOLS, TEMPLATE, MEDIA)
 """Columns of these parts often hold something else. If they are not read, that is a fallback and no refusal."""
-_NO_PART = re.compile(
-    r"(.*_)?(id|ids|idx|index|uuid|hash|source|origin|dataset|split|subset|category|topic|type|lang|language|model"
-    r"|url|license|date|time|timestamp|at|score|scores|rating|ratings|rank|reward|margin|difficulty|level|domain|tags?"
-    r"|author|annotator|reviewer|title|name|version)|(score|rating|num)_.*|\(unnamed column \d+\)"
-)
-"""Names of columns that are no part of a row."""
 
 
 class Cells(dict[str, Any]):
@@ -188,14 +181,6 @@ def meaning_of(name: str) -> str | None:
     lower = name.strip().lower()
     column = next((our for our, of in MEANINGS.items() if lower in (our, *of.also, *of.means)), None)
     return "mask" if column is None and MASK_NAME.fullmatch(lower) else column
-
-
-def may_be_prompt(name: str) -> bool:
-    """Return whether a text of this name could be the prompt of its row: nothing else is known about the name."""
-    column = meaning_of(name)
-    if column is None:
-        return _NO_PART.fullmatch(name.strip().lower()) is None
-    return MEANINGS[column].part in (PROMPT, CONTEXT, TEXT)
 
 
 def is_beside_text(name: str) -> bool:

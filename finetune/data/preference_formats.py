@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import takewhile
 
-from finetune.data.columns import BAD_LABELS, Cells, holds_something, may_be_prompt
+from finetune.data.columns import BAD_LABELS, CONTEXT, MEANINGS, PROMPT, TEXT, Cells, holds_something, meaning_of
 from finetune.data.formats import (
     BESIDE_TURNS,
     FORMATS,
@@ -34,6 +34,20 @@ LABELS = {
     **dict.fromkeys(("false", "bad", "thumbs_down", "0", "0.0", "-1", "-1.0"), False),
 }
 """The values of a label, and whether each says that an answer is good."""
+_NO_PART = re.compile(
+    r"(.*_)?(id|ids|idx|index|uuid|hash|source|origin|dataset|split|subset|category|topic|type|lang|language|model"
+    r"|url|license|date|time|timestamp|at|score|scores|rating|ratings|rank|reward|margin|difficulty|level|domain|tags?"
+    r"|author|annotator|reviewer|title|name|version)|(score|rating|num)_.*|\(unnamed column \d+\)"
+)
+"""Names of columns that are no part of a row."""
+
+
+def may_be_prompt(name: str) -> bool:
+    """Return whether a text of this name could be the prompt of its row: nothing else is known about the name."""
+    column = meaning_of(name)
+    if column is None:
+        return _NO_PART.fullmatch(name.strip().lower()) is None
+    return MEANINGS[column].part in (PROMPT, CONTEXT, TEXT)
 
 
 def _parse_pair(side: str, cells: Cells) -> Example:

@@ -258,7 +258,7 @@ def pack(
             f"got rows of {[len(ids) for ids in tokens]} tokens; expected rows of at least one token each."
         )
     tree = build_prefix_tree(tokens) if share_prefixes else separate_rows(tokens)
-    layout, input_ids = _lay_out(tree, tokens)
+    layout, input_ids = lay_out(tree, tokens)
     flat = flat_tokens_of_rows(layout, tree.last_node, [len(ids) for ids in tokens])
     num_padding = padding_of(len(input_ids)) if to_bucket else 0
     if num_padding:
@@ -291,54 +291,6 @@ def pack(
 _ID_BITS = 32
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PackedPrompts:
-    """Rows that are going to be continued, packed for one forward pass.
-
-    Attributes:
-        input_ids: flat tokens, int64, shape (tokens,).
-        layout: of the tokens.
-        token_of: the flat token of each row and position, 0 after the end of a row, int64, shape (rows, longest row).
-        lengths: the number of tokens of each row, int64, shape (rows,).
-        ends: the flat tokens at which a row ends, ascending, each once, int64, shape (ends,).
-        end_of_row: the index in `ends` of each row, int64, shape (rows,).
-    """
-
-    input_ids: torch.Tensor
-    layout: Layout
-    token_of: torch.Tensor
-    lengths: torch.Tensor
-    ends: torch.Tensor
-    end_of_row: torch.Tensor
-
-    def to(self, device: torch.device) -> PackedPrompts:
-        """A copy on another device."""
-        names = ("input_ids", "token_of", "lengths", "ends", "end_of_row")
-        tensors = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, layout=self.layout.map(lambda tensor: tensor.to(device)), **tensors)
-
-
-def pack_prompts(rows: Sequence[Sequence[int]]) -> PackedPrompts:
-    """Pack rows of token ids, none empty, with each shared prefix only once."""
-    tokens = [numpy.array(row, dtype=numpy.int64) for row in rows]
-    lengths = [len(row) for row in tokens]
-    tree = build_prefix_tree(tokens)
-    layout, input_ids = _lay_out(tree, tokens)
-    token_of = numpy.zeros((len(rows), max(lengths)), dtype=numpy.int64)
-    for row, flat in enumerate(flat_tokens_of_rows(layout, tree.last_node, lengths)):
-        token_of[row, : len(flat)] = flat
-    last = token_of[numpy.arange(len(rows)), numpy.array(lengths) - 1]
-    ends, end_of_row = numpy.unique(last, return_inverse=True)
-    return PackedPrompts(
-        input_ids=input_ids,
-        layout=layout,
-        token_of=torch.from_numpy(token_of),
-        lengths=torch.tensor(lengths),
-        ends=torch.from_numpy(ends),
-        end_of_row=torch.from_numpy(end_of_row),
-    )
-
-
 def flat_tokens_of_rows(
     layout: Layout, last_node: Sequence[int], lengths: Sequence[int]
 ) -> list[numpy.typing.NDArray[numpy.int64]]:
@@ -362,7 +314,8 @@ def _with_padding(layout: Layout, input_ids: torch.Tensor, num_padding: int) -> 
     return padded, torch.cat([input_ids, input_ids.new_zeros(num_padding)])
 
 
-def _lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Tensor]:
+def lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Tensor]:
+    """Return the layout and the flat tokens of rows, with each prefix that rows share only once."""
     segments: list[Segment] = []
     start = 0
     for _, begin, end, parent in tree.nodes:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 import finetune
 from finetune.errors import CheckpointError
 from finetune.limits import read_regular
+from finetune.main_memory import memory_kills
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
 
@@ -109,6 +110,10 @@ class RunRecord:
         if earlier is None and self.path.exists():
             _log.warning("%s cannot be read and is replaced", self.path)
         earlier = earlier or {}
+        if earlier.get("status") == "running":
+            from finetune.runs.killed import why_killed
+
+            _log.warning("the last start of this run recorded no end: %s", why_killed(earlier))
         now = _now()
         self._values = {
             "status": "running",
@@ -129,6 +134,7 @@ class RunRecord:
             "script": None,
             "opening": earlier.get("opening"),
             "profile": earlier.get("profile"),
+            "memory_kills": memory_kills(),
             "finished": None,
             "result": None,
         }
@@ -176,6 +182,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("memory", "base_answers", "low_precision", "parameters"), Mapping[str, Any]),
     **dict.fromkeys(("script", "profile", "result"), Mapping[str, Any]),
     **dict.fromkeys(("status", "git_commit", "finished"), str),
+    **{"memory_kills": Mapping[str, int]},
     **{"row_counts": Mapping[str, Sequence[Mapping[str, Any]]]},
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
 }

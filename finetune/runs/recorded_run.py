@@ -23,6 +23,7 @@ from finetune.limits import open_regular, read_regular
 from finetune.runs.durable import MANIFEST, describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
+from finetune.runs.killed import why_killed
 from finetune.runs.metrics import Event, number_in, step_of
 from finetune.runs.metrics_reader import Detail, EventsRead, read_events
 from finetune.runs.record import Status, read_run_record
@@ -234,6 +235,8 @@ class RecordedRun:
         """The reason that the run failed, stopped or cannot be read, if it is known."""
         if self.state == "unknown" and is_held(self.folder.lock_file):
             return _LOCK_OF_OTHERS
+        if self.state == "stopped" and self.status == "running":
+            return why_killed(self.record)
         noted = None if self.status == "completed" else self.note.get("why")
         why = self.why_unreadable or noted or self.result.get("why") or self.result.get("error")
         return why if isinstance(why, str) else None

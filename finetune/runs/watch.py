@@ -48,7 +48,7 @@ class Watch:
         run = RecordedRun(self._folder.path)
         state, reason = run.state, run.why
         if state == "stopped" and run.status == "running":
-            reason = "its process was killed; resume=auto continues from the last checkpoint"
+            reason = f"{reason}. resume=auto continues from the last checkpoint"
         shown = state if state in ("running", "completed") or not reason else f"{state}: {reason}"
         self._view.headline = name_on_one_line(f"{self._folder.path.name}, {shown}")
         self._view.num_steps = run.num_steps

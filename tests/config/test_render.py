@@ -7,8 +7,9 @@ import pytest
 
 from finetune.config.compose import compose
 from finetune.config.keys import fields
-from finetune.config.render import json_schema, render_config, resolved_yaml
+from finetune.config.render import json_schema, resolved_yaml
 from finetune.config.schema import Config
+from tests.in_process import run_finetune
 
 AWKWARD = [
     *("1e-4", ".5e3", "0o17", "007", "yes", "null", "~", "", " x ", "2025-01-15", "1:30", "a: b", "# a", "*.x", "!x"),
@@ -55,7 +56,7 @@ def test_a_dotted_name_below_a_free_key_reads_back(tmp_path):
 def test_show_aligns_a_comment_with_each_origin(tmp_path):
     run = tmp_path / "r.yaml"
     run.write_text("lora:\n  r: 4\nmodel.tokenizer: " + "x" * 200 + "\n")
-    lines = render_config(compose(["seed=3", "optim.args.eps=1"], run=str(run), complete=False)).splitlines()
+    lines = run_finetune("config", "show", run, "seed=3", "optim.args.eps=1", code=0).stdout.splitlines()
     by_key = {line.split(":")[0].strip(): line for line in lines}
     assert by_key["seed"].endswith("  # command line")
     assert by_key["r"].endswith(f"  # {run}:2")

@@ -19,6 +19,7 @@ from finetune.distributed.guardian.guardian import Guardian, Worker
 from finetune.distributed.guardian.link import Link, Peer
 from finetune.distributed.watchdog import Watchdog
 from finetune.errors import Fault
+from finetune.runs import killed
 
 WORKER = os.getppid()
 """The guardian is this process, and a guardian's parent is its worker."""
@@ -36,7 +37,8 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(psutil, "Process", process)
     monkeypatch.setattr(os, "kill", lambda pid, number: made.sent.append((pid, number)))
-    monkeypatch.setattr(guardian_module, "_memory_kills", lambda: made.memory_kills)
+    monkeypatch.setattr(killed, "memory_kills", lambda: {"boot": made.memory_kills})
+    monkeypatch.setattr(guardian_module, "memory_kills", killed.memory_kills)
     return made
 
 

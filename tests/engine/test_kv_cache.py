@@ -15,8 +15,7 @@ from finetune.distributed.launch import launch
 from finetune.engine import replayed
 from finetune.engine.decoder import Decoder, bare_model
 from finetune.engine.fused import replayed_or_not, replays_answers
-from finetune.engine.kv_cache import CachedDecoder, _Cache
-from finetune.engine.layout import pack_prompts
+from finetune.engine.kv_cache import CachedDecoder, _Cache, pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
 from finetune.engine.products import FP8, unchanged_weights
 from finetune.engine.replayed import STEPS_OF_BLOCK, SteppedDecoder, has_rounded_weights

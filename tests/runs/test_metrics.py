@@ -172,6 +172,20 @@ def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):
     assert record["finished"] is None
 
 
+def test_a_start_after_a_killed_one_says_so_and_whether_memory_was_short(tmp_path, monkeypatch, caplog):
+    for kills in ({"boot": 3}, {"boot": 3}, {"boot": 4}, {"other boot": 9}, {}, {"boot": 1}):
+        monkeypatch.setattr("finetune.runs.record.memory_kills", lambda kills=kills: kills)
+        monkeypatch.setattr("finetune.runs.killed.memory_kills", lambda kills=kills: kills)
+        record = RunRecord(tmp_path / "run.json")
+        record.start(RunStart(**START))
+    told = [line for line in caplog.messages if "the last start of this run recorded no end: its process was" in line]
+    assert ["memory killer" in line for line in told] == [False, True, False, False, False]
+    assert read_run_record(record.path)["memory_kills"] == {"boot": 1}
+    record.finish("completed")
+    RunRecord(tmp_path / "run.json").start(RunStart(**START))
+    assert len(caplog.messages) == len(told), "it has ended"
+
+
 def test_a_record_of_a_process_that_has_ended_says_that_the_run_failed(tmp_path):
     RunRecord(tmp_path / "run.json").start(RunStart(**START))
     RunRecord(tmp_path / "run.json").fail("RunFailedError: late")

@@ -27,7 +27,10 @@ def test_a_run_that_was_killed_is_told_as_such(tmp_path):
     write_run(tmp_path / "a", status="running")
     done = watch(tmp_path / "a")
     assert done.returncode == 0
-    assert "a, stopped: its process was killed; resume=auto continues from the last checkpoint" in done.stdout
+    assert (
+        "a, stopped: its process was killed, or its machine went down. resume=auto continues from the last checkpoint"
+        in done.stdout
+    )
 
 
 def test_a_run_that_failed_says_why(tmp_path):

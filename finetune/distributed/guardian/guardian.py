@@ -29,6 +29,8 @@ from finetune.distributed.guardian.faults import (
 from finetune.distributed.guardian.hub import Hub
 from finetune.distributed.guardian.link import Link, Message, Peer
 from finetune.errors import Fault, FinetuneError, RunFailedError
+from finetune.main_memory import memory_kills
+from finetune.runs.killed import killed_since
 
 
 class Worker(Link):
@@ -47,7 +49,7 @@ class Worker(Link):
         self._moved_at = 0.0
         self._stopped_since: float | None = None
         self._is_alone = settings["world_size"] == 1
-        self._memory_kills = deque([_memory_kills()], maxlen=10)
+        self._memory_kills = deque([memory_kills()], maxlen=10)
         self._quit_at: float | None = None
 
     @property
@@ -77,7 +79,7 @@ class Worker(Link):
         elif self.is_gone:  # nobody but its parent can see its exit code
             place = f"process {self._pid} on {socket.gethostname()}"
             summary = f"was killed during {self.position}: {place} ended without reporting an error"
-            if _memory_kills() > self._memory_kills[0]:
+            if killed_since(self._memory_kills[0]):
                 summary += "; the kernel's out-of-memory killer was at work on that machine just then"
         elif self.position.limit is not None and self.position.age > self.position.limit:
             return Fault(rank=self._rank, summary=self.position.late)
@@ -91,7 +93,7 @@ class Worker(Link):
 
     def _examine(self, now: float) -> str | None:
         """Describe the worker if it is stopped or has lost its launcher."""
-        self._memory_kills.append(_memory_kills())
+        self._memory_kills.append(memory_kills())
         try:
             worker = psutil.Process(self._pid)
             is_stopped = worker.status() == psutil.STATUS_STOPPED
@@ -120,15 +122,6 @@ class Worker(Link):
             elif self._quit_at is None:
                 self._quit_at = now
                 os.kill(self._pid, signal.SIGQUIT)
-
-
-def _memory_kills() -> int:
-    """Return how often this machine's kernel has killed a process for memory; 0 if the kernel does not say."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
 
 
 class Guardian:
