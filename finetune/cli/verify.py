@@ -124,7 +124,7 @@ def verify(
     if replay:
         from finetune.replay.steps import replay_losses, steps_to_replay
 
-        steps_to_replay(source, settings or [])  # refuses a run that cannot be replayed, before others compute
+        steps_to_replay(source, settings or [])  # refuses a run that cannot be replayed before anything is computed
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):
         if is_run:

@@ -41,6 +41,7 @@ CHECKS = {
 """The title of each check, by its field in certificate.json. Differences are listed in this order: the bytes first,
 because changed bytes explain changed answers."""
 DEPEND_ON_BOUND = ("positions", "answers")
+"""The checks that may find a difference only because the bound is narrow."""
 _SHOWN_CHARACTERS = 20
 """Characters shown of two texts from where they differ."""
 _TIE = 4.0
