@@ -26,7 +26,7 @@ def saving_first() -> Iterator[None]:
 
 
 def without_exit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in whose thread os._exit raises an error, and does not end the program with that exit code.
+    """Return a function in whose thread os._exit raises an error. Otherwise it would end the program.
 
     The function may run code that a model wrote.
     """

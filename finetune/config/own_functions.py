@@ -85,7 +85,7 @@ def refuse_uncallable(function: Callable[..., Any], given: str, parameters: str)
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Python does not know that of every function
+    except (TypeError, ValueError):  # some functions of C libraries have no signature
         return
     *names, last = parameters.split(", ")
     try:
